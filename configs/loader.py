@@ -1,0 +1,187 @@
+"""Strict YAML loader: unknown key, wrong type or value out of range is one clear line each, before anything starts.
+
+A YAML file names another one with `base:` and holds only the differences. Command lines add `section.key=value`.
+"""
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from pathlib import Path
+
+import yaml
+
+from configs.schema import Config
+
+FOLDER = Path(__file__).parent
+
+
+class ConfigError(Exception):
+    """The user's configuration is wrong; the message is one line per mistake."""
+
+
+def load_config(path="configs/default.yaml", overrides=()):
+    """Config from a YAML file (with its bases) and `section.key=value` overrides.
+
+    Raises ConfigError listing every mistake as file, dotted key, value, expected type and closest valid key.
+    """
+    config, errors = Config(), []
+    for source, tree in _layers(Path(path)):
+        _merge(config, tree, source, "", errors)
+    for text in overrides:
+        _merge(config, _override_tree(text, errors), "command line", "", errors)
+    errors = errors or _cross_checks(config, path)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return config
+
+
+def to_dict(config):
+    """Nested dictionary of plain values, as saved in run folders and checkpoints."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(tree, source="saved config"):
+    """Config from `to_dict`'s output; raises ConfigError like `load_config`."""
+    config, errors = Config(), []
+    _merge(config, tree, source, "", errors)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return config
+
+
+def dump_config(config, path):
+    """Write the resolved configuration as YAML."""
+    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+
+
+def _layers(path, seen=()):
+    """[(file name, tree)] from the innermost base to `path` itself."""
+    if not path.exists() and (FOLDER / path.name).exists() and path.parent in (Path("."), Path("configs")):
+        path = FOLDER / path.name  # the shipped files are found from any folder
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `base:` leads back to this file")
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected sections at the top level, found {tree!r}")
+    base = tree.pop("base", None)
+    if base is not None and not isinstance(base, str):
+        raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")
+    below = _layers(path.parent / base, (*seen, path.resolve())) if base else []
+    return below + [(str(path), tree)]
+
+
+def _override_tree(text, errors):
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        errors.append(f"command line: {text!r}: expected section.key=value")
+        return {}
+    try:
+        value = yaml.safe_load(value) if value else ""
+    except yaml.YAMLError:
+        errors.append(f"command line: {key}: {value!r} is not a valid YAML value")
+        return {}
+    for part in reversed(key.strip().split(".")):
+        value = {part: value}
+    return value
+
+
+def _merge(node, tree, source, prefix, errors):
+    """Write the values of `tree` into the dataclass `node`, collecting mistakes."""
+    fields = {f.name: f for f in dataclasses.fields(node)}
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        if key not in fields:
+            errors.append(f"{source}: {dotted}: unknown key (value {value!r}); {_suggest(str(key), fields, prefix)}")
+        elif dataclasses.is_dataclass(getattr(node, key)):
+            if isinstance(value, dict):
+                _merge(getattr(node, key), value, source, dotted + ".", errors)
+            else:
+                errors.append(f"{source}: {dotted}: {value!r} is not a section; expected keys below it: "
+                              + ", ".join(f.name for f in dataclasses.fields(getattr(node, key))[:6]))
+        else:
+            try:
+                setattr(node, key, _checked(value, fields[key]))
+            except ValueError as error:
+                errors.append(f"{source}: {dotted}: {value!r} is not valid; expected {error}")
+
+
+def _suggest(key, fields, prefix):
+    close = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    return "valid keys: " + ", ".join(f"{prefix}{name}" for name in fields)
+
+
+def _checked(value, field):
+    """`value` cast to the field's type and inside its range, or ValueError that says what was expected."""
+    value = _cast(value, field.type)
+    meta = field.metadata
+    if meta.get("choices") and value not in meta["choices"]:
+        close = difflib.get_close_matches(str(value), meta["choices"], n=1)
+        raise ValueError("one of " + ", ".join(meta["choices"]) + (f"; did you mean {close[0]}?" if close else ""))
+    low, high = meta.get("low"), meta.get("high")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"{_name(field.type)} from {low} to {'any' if high is None else high}")
+    return value
+
+
+def _cast(value, kind):
+    if isinstance(kind, types.GenericAlias):
+        if not isinstance(value, list) or not value:
+            raise ValueError(_name(kind))
+        return [_cast(v, typing.get_args(kind)[0]) for v in value]
+    if kind is float and not isinstance(value, bool):
+        try:  # PyYAML reads 3e-4 as a string
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError("a number") from None
+        if math.isfinite(number):
+            return number
+    elif kind is int and not isinstance(value, bool):
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                raise ValueError("a whole number") from None
+        if isinstance(value, (int, float)) and math.isfinite(value) and int(value) == value:
+            return int(value)
+    elif kind is not int and isinstance(value, kind):
+        return value
+    raise ValueError(_name(kind))
+
+
+def _name(kind):
+    if isinstance(kind, types.GenericAlias):
+        return f"a list of {_name(typing.get_args(kind)[0]).split(' ', 1)[1]}s"
+    return {int: "a whole number", float: "a number", bool: "a switch (true or false)", str: "a text"}[kind]
+
+
+def _cross_checks(c, path):
+    """Mistakes that only several keys together show."""
+    wrong = []
+    steps = c.env.control_interval / c.env.step_length
+    if abs(steps - round(steps)) > 1e-6 or steps < 1:
+        wrong.append(f"env.control_interval={c.env.control_interval} is no multiple of "
+                     f"env.step_length={c.env.step_length}")
+    for name in ("phase1", "phase3"):
+        if c.ddp.static_graph and getattr(c, name).accumulation > 1:
+            wrong.append(f"ddp.static_graph=true with {name}.accumulation={getattr(c, name).accumulation}: "
+                         "PyTorch loses gradients when both are on; switch one off")
+    if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
+        wrong.append(f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
+                     f"2 to env.max_vehicles={c.env.max_vehicles}")
+    if c.phase3.fragment_length % c.phase3.sequence_length:
+        wrong.append(f"phase3.fragment_length={c.phase3.fragment_length} is no multiple of "
+                     f"phase3.sequence_length={c.phase3.sequence_length}")
+    if c.phase3.sequence_length <= 1 or c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
+        wrong.append(f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
+                     f"{c.env.horizon_s / c.env.control_interval:g} control steps")
+    if not 1 <= c.graph.k_min <= c.graph.k_max:
+        wrong.append(f"graph.k_min={c.graph.k_min} is above graph.k_max={c.graph.k_max}")
+    return [f"{path}: {text}" for text in wrong]
