@@ -1,0 +1,1 @@
+"""The traffic environment: numpy, gymnasium and traci only, never torch (rollout workers stay small)."""

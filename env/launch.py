@@ -1,0 +1,51 @@
+"""Finding and starting SUMO's real binaries from the eclipse-sumo wheel, without SUMO_HOME."""
+import ctypes
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class SumoError(Exception):
+    """SUMO is missing, refused its input, died or froze; the message holds SUMO's own words."""
+
+
+def sumo_home():
+    """Folder of SUMO inside the eclipse-sumo wheel; raises SumoError when it is not installed."""
+    spec = importlib.util.find_spec("sumo")
+    if spec is None or not spec.origin:
+        raise SumoError("SUMO not found: no Python package `sumo`; install it with `pip install eclipse-sumo==1.28.*`")
+    return Path(spec.origin).parent
+
+
+def find_binary(name):
+    """Path of the real binary `name` (the `sumo` command of the wheel is only a wrapper around it)."""
+    path = sumo_home() / "bin" / name
+    if not path.is_file():
+        raise SumoError(f"SUMO not found: {path} does not exist; reinstall eclipse-sumo")
+    return str(path)
+
+
+def sumo_environment():
+    """Environment of a SUMO process: its own data folder and no stranger's settings."""
+    return {**os.environ, "SUMO_HOME": str(sumo_home())}
+
+
+def die_with_parent():
+    """Ask the kernel to kill this process when its parent dies (Linux)."""
+    if _libc is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def launch(command, stderr):
+    """Start `command` in its own process group, so that Ctrl-C reaches it only through us, and tied to our life.
+
+    The process is killed with the *thread* that starts it, so call this from one that lives as long as it is needed.
+    """
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+                            env=sumo_environment(), process_group=0, preexec_fn=die_with_parent)

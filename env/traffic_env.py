@@ -1,0 +1,260 @@
+"""The gymnasium environment: one episode of traffic, a graph as observation, commands to at most K ICVs as action."""
+import hashlib
+import heapq
+import tempfile
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from env import graph, sumo
+from env.launch import SumoError
+from env.road import Road, Traffic
+from env.scenarios import build_scenario
+from env.score import EpisodeTotals
+
+LEFT, KEEP, RIGHT = 0, 1, 2
+MAX_BRAKE = 9.0  # m/s^2, what the shield may ask for
+ACCEL_LOW, ACCEL_HIGH = -3.0, 2.0  # m/s^2
+
+
+def observation_space(max_vehicles, k_max):
+    """Graph of one control step, by slot. A slot belongs to one vehicle until that leaves; `fresh` marks a new one."""
+    n, big = max_vehicles, 1000.0
+    box = lambda shape, low=-big: spaces.Box(low, big, shape, np.float32)  # noqa: E731
+    return spaces.Dict({
+        "nodes": box((n, len(graph.NODE))), "edges": box((n, k_max, len(graph.EDGE))),
+        "neighbours": spaces.Box(-1, n - 1, (n, k_max), np.int16), "globals": box((len(graph.GLOBAL),)),
+        "surround": box((n, len(graph.SURROUND))), "moved": box((n,)), "mask": spaces.MultiBinary(n),
+        "icv": spaces.MultiBinary(n), "fresh": spaces.MultiBinary(n), "conflict": spaces.MultiBinary(n)})
+
+
+def action_space(max_vehicles, k):
+    """Commands to at most k ICVs: slot (max_vehicles = no command, SUMO drives), accel (-1 = -3, 1 = +2 m/s^2), lane
+    (0 left, 1 keep, 2 right) and brake (1 = 9 m/s^2; above 0 it replaces accel: the shield's emergency braking)."""
+    return spaces.Dict({
+        "slot": spaces.MultiDiscrete([max_vehicles + 1] * k), "lane": spaces.MultiDiscrete([3] * k),
+        "accel": spaces.Box(-1, 1, (k,), np.float32), "brake": spaces.Box(0, 1, (k,), np.float32)})
+
+
+class TrafficEnv(gymnasium.Env):
+    """Mixed traffic on one SUMO process.
+
+    `cfg` is a configs.Config; `folder` is where built-in scenarios are generated (a temporary one by default). SUMO
+    starts with the first `reset`. Collisions are `terminated`, the time limit is `truncated`. `info["cost"]` is the
+    intervention cost of the step: (sum |a| + 5 * lane changes) / ICVs present.
+    """
+    metadata = {"render_modes": []}
+
+    def __init__(self, cfg, folder=None, demand_file=None):
+        self.cfg, self.env_cfg = cfg, cfg.env
+        self._own_folder = None if folder else tempfile.TemporaryDirectory(prefix="mixed-autonomy-")
+        self.folder = folder or self._own_folder.name
+        self.observation_space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
+        self.action_space = action_space(cfg.env.max_vehicles, cfg.env.max_commands)
+        self.simulator, self.road, self.scenario = None, None, None
+        self.seed, self.episodes = 0, 0
+
+    # ---- gymnasium's interface ---------------------------------------------------------------------------------
+
+    def reset(self, *, seed=None, options=None):
+        """Begin an episode. With `seed` the traffic, the choice of ICVs and so the whole episode are determined."""
+        super().reset(seed=seed)
+        self.seed = int(self.np_random.integers(2 ** 31 - 1)) if seed is None else int(seed) % (2 ** 31 - 1)
+        self._start_traffic()
+        n = self.env_cfg.max_vehicles
+        self.slot_of, self.free, self.known = {}, list(range(n)), {}
+        self.names, self.icv = [None] * n, np.zeros(n, bool)
+        self.odometer, self.moded = np.zeros(n), set()
+        self.route_index, self.routes = {}, [-1, -1]
+        self.time = self.begin = self.simulator.client.simulation.getTime()
+        self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
+        while self.time < self.begin + self.env_cfg.warmup_s - 1e-6:
+            self._advance([])
+        if self.env_cfg.warmup_s == 0:
+            self._observe(first=True)
+        self.totals.forget_averages()
+        self.steps = 0
+        return self.observation, self._info(0.0)
+
+    def step(self, action):
+        """Send the commands of `action_space`, simulate one control interval. Reward: see env/score.py."""
+        accel = ACCEL_LOW + (np.asarray(action["accel"], float) + 1) * (ACCEL_HIGH - ACCEL_LOW) / 2
+        return self.command(action["slot"], accel, action["lane"], np.asarray(action["brake"], float) * MAX_BRAKE)
+
+    def command(self, slot, accel, lane, brake):
+        """`step` in physical units: accel and brake in m/s^2, each argument of length K."""
+        commands, cost = self._commands(slot, accel, lane, brake)
+        self._advance(commands)
+        self.steps += 1
+        terminated = bool(self.env_cfg.terminate_on_collision and self.totals.collisions)
+        truncated = not terminated and self.time >= self.begin + self.env_cfg.warmup_s + self.env_cfg.horizon_s - 1e-6
+        info = self._info(cost)
+        if terminated or truncated:
+            info["episode"] = self.totals.summary()
+        return self.observation, self.totals.reward, terminated, truncated, info
+
+    def close(self):
+        if self.simulator is not None:
+            self.simulator.close()
+            self.simulator = None
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+            self._own_folder = None
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _arguments(self):
+        e = self.env_cfg
+        return ["-c", self.scenario, "--seed", str(self.seed), "--step-length", str(e.step_length), "--no-step-log",
+                "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
+                "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
+
+    def _start_traffic(self):
+        if self.simulator is not None and self.episodes % self.env_cfg.recycle_episodes == 0:
+            self.simulator.close()
+            self.simulator = None
+        if self.simulator is None:
+            self.scenario = self.scenario or build_scenario(self.cfg, self.folder)
+            self.simulator = sumo.Sumo(self._arguments(), self.env_cfg.call_timeout_s, self.env_cfg.start_timeout_s)
+            if self.road is None:
+                self.road = Road.from_lanes(self.simulator.road_lanes())
+                self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
+        else:
+            self.simulator.load(self._arguments())
+        self.episodes += 1
+
+    def _advance(self, commands):
+        self.time = round(self.time + self.env_cfg.control_interval, 6)
+        self.simulator.step(self.time, commands)
+        self._observe()
+
+    def _commands(self, slots, accels, lanes, brakes):
+        """(packed commands, cost of the step). Commands to empty slots, human drivers or a slot twice are ignored."""
+        e, commands, effort, seen = self.env_cfg, [], 0.0, set()
+        for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
+            slot = int(slot)
+            if slot >= e.max_vehicles or not self.icv[slot] or self.names[slot] is None or slot in seen:
+                continue
+            seen.add(slot)
+            accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
+            if not np.isfinite(accel):
+                raise ValueError(f"acceleration {accel} commanded to slot {slot}")
+            name = self.names[slot]
+            if name not in self.moded:
+                commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
+                self.moded.add(name)
+            commands.append(sumo.accelerate(name, accel, e.control_interval))
+            effort += abs(accel)
+            target = self.lane_number[slot] + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
+            if lane != KEEP:
+                effort += 5.0
+                if 0 <= target < self.lane_count[slot]:
+                    commands.append(sumo.change_lane(name, target, e.lane_change_hold_s))
+        self.totals.intervention(effort, len(seen))
+        return commands, effort / max(int(self.icv.sum()), 1)
+
+    def _observe(self, first=False):
+        """Read SUMO, update slots, build the observation and the totals."""
+        ids, records, lanes, events = self.simulator.read(self.time)
+        if first:  # nothing has been simulated yet
+            events = {**events, "departed": [], "arrived": []}
+        slots, fresh = self._assign_slots(ids)
+        seen = np.flatnonzero(slots >= 0)  # beyond max_vehicles nobody is seen or commanded, only counted
+        overflow, slots, records, fresh = len(ids) - len(seen), slots[seen], records[seen], fresh[seen]
+        ids, lanes = [ids[i] for i in seen], [lanes[i] for i in seen]
+        scene, surround = self._scene(ids, records, lanes, slots)
+        moved = np.where(fresh, 0.0, records["odometer"] - self.odometer[slots])
+        self.odometer[slots] = records["odometer"]
+        self.totals.step(scene, moved, self.route_length, events, overflow)
+        counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
+                  "arrived": len(events["arrived"]), "ocr": self.totals.ocr}
+        k = graph.adaptive_k(len(scene), self.cfg.graph.k_min, self.cfg.graph.k_divisor, self.cfg.graph.k_max)
+        near, edges = graph.neighbour_graph(scene, k, self.cfg.graph.radius_m)
+        self.scene, self.ids, self.k = scene, ids, k
+        self._fill(slots, near, edges, surround, moved, fresh, graph.global_features(scene, counts, self.lane_km))
+
+    def _fill(self, slots, near, edges, surround, moved, fresh, globals_):
+        """Scatter the compact graph into the slots of a new observation."""
+        n, k_max = self.env_cfg.max_vehicles, self.cfg.graph.k_max
+        observation = {name: np.zeros(space.shape, space.dtype) for name, space in self.observation_space.items()}
+        observation["neighbours"] -= 1
+        extended = np.append(slots, -1)  # neighbour -1 stays -1
+        observation["nodes"][slots] = graph.node_features(self.scene, self.road.extent, self.time)
+        observation["neighbours"][slots, :near.shape[1]] = extended[near][:, :k_max]
+        observation["edges"][slots, :near.shape[1]] = edges[:, :k_max]
+        observation["surround"][slots], observation["moved"][slots] = surround, moved
+        observation["mask"][slots], observation["fresh"][slots] = 1, fresh
+        observation["icv"][slots], observation["conflict"][slots] = self.icv[slots], graph.conflicts(self.scene)
+        observation["globals"][:] = globals_
+        self.lane_number, self.lane_count = np.zeros(n, int), np.zeros(n, int)
+        self.lane_number[slots] = self.scene["lane"]
+        self.lane_count[slots] = (self.road.edge_lanes[self.road.lane_edge[self.lane]] >= 0).sum(1)
+        self.observation = observation
+
+    def _assign_slots(self, ids):
+        """(slot of each vehicle, -1 = no slot free; whether it is new there). Slots of vehicles that left are freed."""
+        present = set(ids)
+        for name in [name for name in self.slot_of if name not in present]:
+            slot = self.slot_of.pop(name)
+            self.names[slot], self.icv[slot] = None, False
+            self.moded.discard(name)
+            heapq.heappush(self.free, slot)
+        slots, fresh = np.empty(len(ids), int), np.zeros(len(ids), bool)
+        for i, name in enumerate(ids):
+            slot = self.slot_of.get(name)
+            if slot is None and self.free:
+                slot, fresh[i] = heapq.heappop(self.free), True
+                self.slot_of[name], self.names[slot], self.icv[slot] = slot, name, self.is_icv(name)
+            slots[i] = -1 if slot is None else slot
+        return slots, fresh
+
+    def is_icv(self, name):
+        """Whether vehicle `name` (bytes) is connected: a seeded draw at departure, whatever its type."""
+        digest = hashlib.blake2b(b"%d:%b" % (self.seed, name), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.env_cfg.icv_share * 2 ** 64
+
+    def _scene(self, ids, records, lanes, slots):
+        """(SCENE array, surround features) of the vehicles that have slots."""
+        self._learn_newcomers([name for name in ids if name not in self.known])
+        road, scene = self.road, np.zeros(len(ids), graph.SCENE)
+        lane = np.array([road.lane_index[name.decode()] for name in lanes], int)
+        route, length, route_m = (np.array(column) for column in zip(*(self.known[i] for i in ids))) if ids else (
+            np.zeros(0, int), np.zeros(0), np.ones(0))
+        self.lane, self.route_length = lane, route_m
+        for name in ("angle", "speed", "accel", "odometer"):
+            scene[name] = records[name]
+        scene["x"], scene["y"] = records["xy"][:, 0], records["xy"][:, 1]
+        scene["lane"], scene["length"], scene["icv"] = road.lane_number[lane], length, self.icv[slots]
+        scene["position"] = road.coordinate[lane] + records["pos"]
+        scene["lane_end"] = road.lane_length[lane] - records["pos"]
+        scene["progress"] = records["odometer"] / route_m
+        traffic = Traffic(road, lane, records["pos"].astype(float), scene["speed"], length,
+                          route + records["route_index"], np.array(self.routes), self.cfg.graph.lookahead_m)
+        return scene, graph.surround_features(traffic, scene)
+
+    def _learn_newcomers(self, names):
+        """Ask once for what does not change: route and length. `known[id]` = (route start, length m, route m)."""
+        if not names:
+            return
+        answers = self.simulator.get([(v, name) for name in names for v in (sumo.tc.VAR_EDGES, sumo.tc.VAR_LENGTH)])
+        for name, edges, length in zip(names, answers[::2], answers[1::2]):
+            edges = tuple(edges or ())
+            if edges not in self.route_index:
+                numbers = [self.road.edge_index[e.decode()] for e in edges]
+                metres = self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum() if numbers else 1.0
+                self.route_index[edges] = (len(self.routes), max(float(metres), 1.0))
+                self.routes += numbers + [-1, -1]
+            start, metres = self.route_index[edges]
+            self.known[name] = (start, float(length or 5.0), metres)
+
+    def _info(self, cost):
+        return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}
+
+
+def make_env(cfg, folder=None):
+    """The environment of a configuration; importable and constructible without SUMO, which `reset` starts."""
+    return TrafficEnv(cfg, folder)
+
+
+__all__ = ["TrafficEnv", "SumoError", "make_env", "observation_space", "action_space"]
