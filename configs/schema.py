@@ -38,6 +38,7 @@ class EnvConfig:
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
     warmup_s: float = opt(0.0, "simulated without control before the first observation, s", low=0)
+    demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
     max_commands: int = opt(5, "K: ICVs commanded per control step at most", low=1, high=64)

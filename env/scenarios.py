@@ -70,10 +70,10 @@ def _xml(root, lines):
     return f"<{root}>\n" + "\n".join("    " + line for line in lines) + f"\n</{root}>\n"
 
 
-def _driver(cfg):
+def _driver(cfg, name="driver", more=""):
     d = cfg.driver
-    return (f'<vType id="driver" carFollowModel="{d.model}" accel="{d.accel}" decel="{d.decel}" sigma="{d.sigma}" '
-            f'tau="{d.tau}" maxSpeed="{d.max_speed}"/>')
+    return (f'<vType id="{name}" carFollowModel="{d.model}" accel="{d.accel}" decel="{d.decel}" sigma="{d.sigma}" '
+            f'tau="{d.tau}" maxSpeed="{d.max_speed}"{more}/>')
 
 
 def _corridor(cfg, work):
@@ -94,8 +94,11 @@ def _corridor(cfg, work):
     edges.append(_edge(f"main{c.ramps}", f"x{c.ramps - 1}", "z", c.lanes, 30, 2))
     end = cfg.env.horizon_s + cfg.env.warmup_s
     flows = [("main", "main0", c.main_flow)] + [(f"f{i}", f"ramp{i}", c.ramp_flow) for i in range(c.ramps)]
-    routes = [_driver(cfg)] + [
-        f'<flow id="{name}" type="driver" from="{origin}" to="main{c.ramps}" begin="0" end="{end}" vehsPerHour="{flow}" '
+    # Two equal types drawn by SUMO keep its random numbers, and so every trajectory, those of the reference inputs;
+    # which vehicles are ICVs is drawn by the environment.
+    routes = ['<vTypeDistribution id="drivers">', _driver(cfg, "HV", ' probability="0.75"'),
+              _driver(cfg, "CV", ' probability="0.25"'), "</vTypeDistribution>"] + [
+        f'<flow id="{name}" type="drivers" from="{origin}" to="main{c.ramps}" begin="0" end="{end}" vehsPerHour="{flow}" '
         f'departLane="best" departSpeed="max"/>' for name, origin, flow in flows]
     for file, root, lines in (("nodes.xml", "nodes", nodes), ("edges.xml", "edges", edges),
                               ("connections.xml", "connections", links), ("routes.xml", "routes", routes)):

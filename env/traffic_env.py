@@ -46,7 +46,7 @@ class TrafficEnv(gymnasium.Env):
     """
     metadata = {"render_modes": []}
 
-    def __init__(self, cfg, folder=None, demand_file=None):
+    def __init__(self, cfg, folder=None):
         self.cfg, self.env_cfg = cfg, cfg.env
         self._own_folder = None if folder else tempfile.TemporaryDirectory(prefix="mixed-autonomy-")
         self.folder = folder or self._own_folder.name
@@ -106,7 +106,8 @@ class TrafficEnv(gymnasium.Env):
 
     def _arguments(self):
         e = self.env_cfg
-        return ["-c", self.scenario, "--seed", str(self.seed), "--step-length", str(e.step_length), "--no-step-log",
+        scale = [] if e.demand_scale == 1.0 else ["--scale", str(e.demand_scale)]
+        return ["-c", self.scenario, *scale, "--seed", str(self.seed), "--step-length", str(e.step_length), "--no-step-log",
                 "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
                 "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
 

@@ -1,0 +1,29 @@
+"""The command line that all scripts share: --config FILE and section.key=value."""
+import argparse
+
+from configs.loader import ConfigError, load_config
+
+
+def parse(doc, arguments=None, add=None):
+    """Parsed arguments with `.config`, the resolved Config. `add(parser)` adds a script's own options.
+
+    Raises ConfigError for a wrong configuration; argparse itself exits with 2 for wrong options.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/default.yaml", help="YAML file (default: %(default)s)")
+    if add:
+        add(parser)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the configuration")
+    options, rest = parser.parse_known_args(arguments)
+    strange = [text for text in rest if text.startswith("-")]
+    if strange:
+        parser.error(f"unknown option {strange[0]}")
+    options.overrides += rest  # overrides may stand between options
+    if any("=" not in text for text in options.overrides):
+        raise ConfigError(f"command line: {options.overrides!r}: expected section.key=value")
+    options.config_file = options.config
+    options.config = load_config(options.config_file, options.overrides)
+    return options
+
+
+__all__ = ["parse", "ConfigError"]

@@ -1,0 +1,1 @@
+"""Collecting traffic, turning it into chunks of graphs, and reading them while training."""

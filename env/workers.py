@@ -1,0 +1,280 @@
+"""Rollout pools: environments in torch-free worker processes, or in this process, behind one interface.
+
+Observations and actions live in one block of anonymous shared memory (nothing to clean up, whatever happens);
+only short tokens travel by pipe. Environments form groups: while one group simulates, the learner computes the
+other group's actions.
+
+    pool.reset(seeds)                       start an episode in every environment
+    pool.send(group, next_seeds)            step the group's environments with pool.arrays["slot"] and its siblings
+    ended = pool.receive(group)             [(environment, episode summary)] of the episodes that ended
+
+After `receive`, `pool.arrays[name][env]` holds the observation; where an episode ended, `pool.final[name][env]` holds
+its last observation and `arrays` that of the next episode, if `next_seeds` gave one.
+"""
+import mmap
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+
+from env.launch import die_with_parent
+from env.traffic_env import make_env, observation_space
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+FACTS = ("vehicles", "icvs", "sigma_v", "abs_a", "loaded", "arrived", "collisions", "overflow")
+
+
+class WorkerError(Exception):
+    """An environment failed; the message names worker, environment and seed and holds the worker's traceback."""
+
+
+def block_layout(cfg):
+    """({name: (shape, dtype)} of one environment's observation, the same of everything else that is shared)."""
+    half = {np.dtype(np.float32): np.float16, np.dtype(np.int8): np.bool_}
+    space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
+    observation = {name: (box.shape, np.dtype(half.get(box.dtype, box.dtype))) for name, box in space.items()}
+    k = (cfg.env.max_commands,)
+    rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
+            "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
+            "truncated": ((), np.bool_), "facts": ((len(FACTS),), np.float32)}
+    return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
+
+
+def map_block(buffer, cfg, envs):
+    """(arrays, final): views [envs, ...] into the shared buffer; with buffer None returns its size in bytes."""
+    observation, rest = block_layout(cfg)
+    at, views = 0, ({}, {})
+    for part, names in ((views[0], {**observation, **rest}), (views[1], observation)):
+        for name, (shape, dtype) in names.items():
+            count = envs * int(np.prod(shape, dtype=int))
+            if buffer is not None:
+                part[name] = np.frombuffer(buffer, dtype, count, at).reshape(envs, *shape)
+            at += -(-count * dtype.itemsize // 64) * 64  # every array starts on its own cache line
+    return at if buffer is None else views
+
+
+def make_pool(cfg, num_workers, envs_per_worker, folder=None):
+    """A WorkerPool, or the SerialPool when `num_workers` is 0."""
+    if num_workers:
+        return WorkerPool(cfg, num_workers, envs_per_worker, folder)
+    return SerialPool(cfg, envs_per_worker, folder)
+
+
+class Environments:
+    """The environments of one worker and their place in the block: used in workers and by the serial pool."""
+
+    def __init__(self, cfg, indices, arrays, final, folder):
+        self.arrays, self.final = arrays, final
+        self.envs = {index: make_env(cfg, folder) for index in indices}
+
+    def run(self, orders):
+        """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ended ones."""
+        return [(index, summary) for index, what, seed in orders
+                for summary in [self._run_one(index, what, seed)] if summary is not None]
+
+    def _run_one(self, index, what, seed):
+        env, a = self.envs[index], self.arrays
+        if what == "reset":
+            self._write(a, index, env.reset(seed=seed)[0])
+            return None
+        observation, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
+            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index])
+        a["cost"][index] = info["cost"]
+        a["facts"][index] = [info[name] for name in FACTS]
+        if "episode" not in info:
+            self._write(a, index, observation)
+            return None
+        summary = {**info["episode"], "seed": info["seed"]}
+        self._write(self.final, index, observation)
+        self._write(a, index, observation if seed is None else env.reset(seed=seed)[0])
+        return summary
+
+    @staticmethod
+    def _write(arrays, index, observation):
+        for name, value in observation.items():
+            arrays[name][index] = value
+
+    def close(self):
+        for env in self.envs.values():
+            env.close()
+
+
+class Pool:
+    """What both pools share. `groups` lists the environments of each group; `arrays` and `final` are the block."""
+
+    def __init__(self, cfg, envs, groups, buffer):
+        self.num_envs, self.groups, self.buffer = envs, groups, buffer
+        self.arrays, self.final = map_block(buffer, cfg, envs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def reset(self, seeds, indices=None):
+        """Start an episode in the environments `indices` (all by default), `seeds[i]` for the i-th of them."""
+        indices = range(self.num_envs) if indices is None else indices
+        orders = {index: (index, "reset", int(seed)) for index, seed in zip(indices, seeds)}
+        self._dispatch(orders)
+        self._collect(orders)
+
+    def send(self, group, next_seeds=None):
+        """Let the environments of `group` (a list of indices) take one step; `next_seeds[i]` follows an ended episode."""
+        self._dispatch({i: (i, "step", None if next_seeds is None else int(next_seeds[n])) for n, i in enumerate(group)})
+
+    def receive(self, group):
+        """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""
+        return self._collect(group)
+
+
+class SerialPool(Pool):
+    """All environments in this process, for debugging; same interface, one group."""
+
+    def __init__(self, cfg, envs, folder=None):
+        super().__init__(cfg, envs, [list(range(envs))], bytearray(map_block(None, cfg, envs)))
+        self.environments, self.orders = Environments(cfg, range(envs), self.arrays, self.final, folder), {}
+
+    def _dispatch(self, orders):
+        self.orders.update(orders)
+
+    def _collect(self, indices):
+        ended = []
+        for i in indices:
+            try:
+                ended += self.environments.run([self.orders.pop(i)])
+            except Exception as error:
+                self.close()
+                raise WorkerError(f"environment {i} (seed {self.environments.envs[i].seed}) failed: {error}") from error
+        return ended
+
+    def close(self):
+        self.environments.close()
+
+
+class WorkerPool(Pool):
+    """`num_workers` processes with `envs_per_worker` environments each; group g holds the g-th of every worker."""
+
+    def __init__(self, cfg, num_workers, envs_per_worker, folder=None):
+        envs = num_workers * envs_per_worker
+        size = map_block(None, cfg, envs)
+        self.memory = os.memfd_create("rollout")
+        os.ftruncate(self.memory, size)
+        groups = [list(range(g, envs, envs_per_worker)) for g in range(envs_per_worker)]
+        super().__init__(cfg, envs, groups, mmap.mmap(self.memory, size))
+        self.per_worker, self.processes, self.pipes = envs_per_worker, [], []
+        self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30
+        try:
+            for w in range(num_workers):
+                self._start_worker(cfg, range(w * envs_per_worker, (w + 1) * envs_per_worker), folder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_worker(self, cfg, indices, folder):
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+                       "CUDA_VISIBLE_DEVICES": "",
+                       "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
+        with theirs:
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-m", "env.workers", str(theirs.fileno()), str(self.memory)], env=environment,
+                pass_fds=(theirs.fileno(), self.memory), preexec_fn=_prepare_child))
+        self.pipes.append(multiprocessing.connection.Connection(ours.detach()))
+        self.pipes[-1].send((cfg, list(indices), self.num_envs, folder))
+
+    def _dispatch(self, orders):
+        by_worker = {}
+        for i, order in orders.items():
+            by_worker.setdefault(i // self.per_worker, []).append(order)
+        for w, batch in by_worker.items():
+            try:
+                self.pipes[w].send(batch)
+            except OSError:
+                self._fail(w, "has gone")
+
+    def _collect(self, indices):
+        ended = []
+        for w in sorted({i // self.per_worker for i in indices}):
+            try:
+                if not self.pipes[w].poll(self.patience):
+                    self._fail(w, f"did not answer within {self.patience:.0f} s")
+                answer = self.pipes[w].recv()
+            except (EOFError, OSError):
+                self._fail(w, "has gone")
+            if isinstance(answer, str):
+                self._fail(w, "failed: " + answer)
+            ended += answer
+        return ended
+
+    def _fail(self, w, what):
+        process = self.processes[w]
+        try:
+            code = process.wait(0.2)
+            what += f" (exit code {code})"
+        except subprocess.TimeoutExpired:
+            pass
+        self.close()
+        raise WorkerError(f"rollout worker {w} {what}")
+
+    def modules(self):
+        """Names of the modules loaded in each worker (a test asserts that torch is not among them)."""
+        for pipe in self.pipes:
+            pipe.send("modules")
+        return [pipe.recv() for pipe in self.pipes]
+
+    def close(self):
+        """End all workers and their simulators; safe to call twice."""
+        for pipe in self.pipes:
+            pipe.close()  # a worker that reads the end of its pipe closes its simulators and leaves
+        for process in self.processes:
+            try:
+                process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its simulators are killed by the kernel with it
+                process.wait()
+        self.pipes, self.processes = [], []
+        if self.memory is not None:
+            os.close(self.memory)
+            self.memory = None
+
+
+def _prepare_child():
+    """Runs in the new process before Python starts: die with the parent, leave Ctrl-C and TERM to the parent."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def worker_main(pipe_fd, memory_fd):
+    """Serve orders until the pipe closes."""
+    pipe = multiprocessing.connection.Connection(pipe_fd)
+    cfg, indices, envs, folder = pipe.recv()
+    arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
+    environments = Environments(cfg, indices, arrays, final, folder)
+    try:
+        while True:
+            orders = pipe.recv()
+            pipe.send(sorted(sys.modules) if orders == "modules" else _answer(environments, orders))
+    except (EOFError, ConnectionError):
+        pass  # the pool was closed
+    finally:
+        environments.close()
+
+
+def _answer(environments, orders):
+    try:
+        return environments.run(orders)
+    except Exception:
+        about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
+        return f"{about}\n{traceback.format_exc()}"
+
+
+if __name__ == "__main__":
+    worker_main(int(sys.argv[1]), int(sys.argv[2]))

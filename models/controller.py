@@ -1,0 +1,157 @@
+"""Influence-driven controller: who is commanded (Top-K as part of the policy), what, and what that is worth."""
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.presets import Normalizer, mlp
+
+ACCEL_CENTRE, ACCEL_RANGE = -0.5, 2.5     # acceleration = centre + range * tanh(u): [-3, 2] m/s^2
+LEFT, KEEP, RIGHT = 0, 1, 2
+SURROUND_FEATURES, GLOBAL_FEATURES, NODE_FEATURES = 14, 16, 9
+HAS_LEFT, HAS_RIGHT = 10, 11              # columns of a vehicle's surroundings
+SURROUND_MEAN = [60, 20, 60, 20, 60, 20, 60, 20, 60, 20, 0, 0, 250, 5]
+SURROUND_STD = [60, 10, 60, 10, 60, 10, 60, 10, 60, 10, 1, 1, 200, 5]
+GLOBAL_MEAN = [4.5, 3, 18, 6, 5, 0.4, 0.6, 5, 40, 0.2, 0.2, 20, 1, 1, 1, 0.5]
+GLOBAL_STD = [1, 1, 8, 4, 6, 0.2, 0.4, 5, 30, 0.2, 0.2, 20, 1.5, 1, 1, 0.4]
+
+
+def plackett_luce(scores, picks, valid):
+    """Log-probability of each pick of an ordered selection without replacement (Plackett 1975, Luce 1959).
+
+    scores [B, C] with -inf where there is no candidate, picks [B, K] indices, valid [B, K] -> [B, K], 0 where invalid.
+    Pick j competes with all candidates that picks 0..j-1 left.
+    """
+    chosen = F.one_hot(picks, scores.shape[1]).bool() & valid[..., None]             # [B, K, C]
+    gone = chosen.cumsum(1) - chosen.long()                                          # taken before pick j
+    rest = scores[:, None].expand(-1, picks.shape[1], -1).masked_fill(gone > 0, -torch.inf)
+    rest = torch.where(valid[..., None], rest, torch.zeros_like(rest))               # no NaN where nothing is left
+    return torch.where(valid, rest.log_softmax(-1).gather(2, picks[..., None])[..., 0], 0.0)
+
+
+class Controller(nn.Module):
+    """Heads on frozen features of the candidates [B, C, F] and of the scene [B, S]."""
+
+    def __init__(self, sizes, max_commands):
+        super().__init__()
+        self.k, own = max_commands, NODE_FEATURES + SURROUND_FEATURES
+        d, z = sizes.gnn_width, sizes.latent
+        self.d, self.features, self.scene_features = d, d + 2 * z + own, 2 * d + 2 * z + GLOBAL_FEATURES
+        self.surround, self.globals = Normalizer(SURROUND_MEAN, SURROUND_STD), Normalizer(GLOBAL_MEAN, GLOBAL_STD)
+        self.importance = mlp(d + own, sizes.score_hidden, sizes.score_hidden, 1, final_gain=0.1)
+        self.impact = mlp(2 * z + own, sizes.score_hidden, sizes.score_hidden, 1, final_gain=0.1)
+        self.alpha, self.beta = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+        self.trunk = mlp(self.features + self.scene_features, sizes.action_hidden, sizes.action_hidden)
+        self.action = mlp(sizes.action_hidden, sizes.action_hidden, 5, final_gain=0.01)  # accel, 3 lanes, release
+        self.log_std = nn.Parameter(torch.full((), -0.7))
+        self.value = mlp(self.scene_features, sizes.value_hidden, sizes.value_hidden, 1, final_gain=0.1)
+        self.cost_value = mlp(self.scene_features, sizes.value_hidden, sizes.value_hidden, 1, final_gain=0.1)
+
+    def candidate_features(self, embedding, flow, risk, node, surround):
+        """Each [..., width of the part] -> [..., F]; `node` normalised, `surround` as observed."""
+        return torch.cat([embedding.float(), flow.float(), risk.float(), node, self.surround(surround)], -1)
+
+    def scene_summary(self, embedding, flow, risk, mask, globals_):
+        """Mean and maximum over the vehicles inside `mask` [..., N], and the global metrics -> [..., S]."""
+        weight = mask[..., None].float()
+        count = weight.sum(-2).clamp(min=1)
+        means = [(x.float() * weight).sum(-2) / count for x in (embedding, flow, risk)]
+        top = embedding.float().masked_fill(~mask[..., None], -10).amax(-2).clamp(min=-10)
+        return torch.cat([*means, top, self.globals(globals_)], -1)
+
+    def scores(self, candidates, valid):
+        """Influence of each candidate: alpha * importance (GNN) + beta * predicted impact (world model). [B, C]"""
+        d = self.d
+        own = candidates[..., -(NODE_FEATURES + SURROUND_FEATURES):]
+        importance = self.importance(torch.cat([candidates[..., :d], own], -1))
+        impact = self.impact(candidates[..., d:])
+        score = (self.alpha * importance + self.beta * impact).squeeze(-1).float()
+        return score.masked_fill(~valid, -torch.inf)
+
+    def heads(self, candidates, scene, lanes):
+        """Action parameters of picked candidates [B, K, F]; lanes [B, K, 3] says which changes exist.
+
+        Returns (mean of u [B, K], lane log-probabilities [B, K, 3], release logit [B, K]).
+        """
+        x = self.trunk(torch.cat([candidates, scene[:, None].expand(-1, candidates.shape[1], -1)], -1))
+        out = self.action(F.silu(x)).float()
+        mean = out[..., 0] * 10 + math.atanh(-ACCEL_CENTRE / ACCEL_RANGE)  # starts at 0 m/s^2
+        keep_bias = out.new_tensor([0.0, 2.0, 0.0])                       # lane changes start rare
+        return mean, (out[..., 1:4] * 10 + keep_bias).masked_fill(~lanes, -1e4).log_softmax(-1), out[..., 4] * 10
+
+    def values(self, scene):
+        """(value, cost value), each [B]."""
+        return self.value(scene).squeeze(-1).float(), self.cost_value(scene).squeeze(-1).float()
+
+    def select(self, candidates, valid, scene, deterministic, generator=None):
+        """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, log_prob."""
+        scores = self.scores(candidates, valid)
+        noise = torch.zeros_like(scores) if deterministic else _gumbel(scores, generator)
+        k = min(self.k, scores.shape[1])
+        top, picks = (scores + noise).topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
+        pad = (0, self.k - k)
+        chosen = {"picks": F.pad(picks, pad), "valid": F.pad(torch.isfinite(top), pad)}
+        picked = _take(candidates, chosen["picks"])
+        mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
+        if deterministic:
+            chosen.update(u=mean, lane=lane_logp.argmax(-1), release=release > 0)
+        else:
+            std = self.log_std.exp()
+            lane = lane_logp + _gumbel(lane_logp, generator)
+            gate = torch.rand(release.shape, generator=generator, device=release.device)
+            chosen.update(u=mean + std * torch.randn(mean.shape, generator=generator, device=mean.device),
+                          lane=lane.argmax(-1), release=gate < release.sigmoid())
+        chosen["log_prob"] = self._log_prob(scores, chosen, mean, lane_logp, release)
+        return chosen
+
+    def evaluate(self, candidates, valid, scene, chosen):
+        """(log-probability of each pick [B, K], entropy [B]) of a stored choice under the present parameters."""
+        scores = self.scores(candidates, valid)
+        picked = _take(candidates, chosen["picks"])
+        mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
+        log_prob = self._log_prob(scores, chosen, mean, lane_logp, release)
+        return log_prob, self._entropy(scores, chosen["valid"], lane_logp, release)
+
+    def _log_prob(self, scores, chosen, mean, lane_logp, release):
+        """One log-probability per pick: being picked, released or not, and if not, acceleration and lane."""
+        keep = F.logsigmoid(-release) + lane_logp.gather(-1, chosen["lane"][..., None])[..., 0] + _normal_log_prob(
+            chosen["u"], mean, self.log_std)
+        action = torch.where(chosen["release"], F.logsigmoid(release), keep)
+        return torch.where(chosen["valid"], plackett_luce(scores, chosen["picks"], chosen["valid"]) + action, 0.0)
+
+    def _entropy(self, scores, valid, lane_logp, release):
+        """Entropy of the first pick plus the mean entropy of the picks' actions, [B]."""
+        pick = torch.where(torch.isfinite(scores), scores, torch.full_like(scores, -1e4)).log_softmax(-1)
+        first = -(pick.exp() * pick).sum(-1) * valid.any(-1)
+        p = release.sigmoid()
+        gate = F.binary_cross_entropy_with_logits(release, p, reduction="none")
+        action = -(lane_logp.exp() * lane_logp).sum(-1) + self.log_std + 0.5 * math.log(2 * math.pi * math.e)
+        each = torch.where(valid, gate + (1 - p) * action, 0.0)
+        return first + each.sum(-1) / valid.sum(-1).clamp(min=1)
+
+
+def acceleration(u):
+    """Pre-squash action -> m/s^2 in [-3, 2]."""
+    return ACCEL_CENTRE + ACCEL_RANGE * torch.tanh(u)
+
+
+def lane_choices(candidates):
+    """Candidate features [..., F] -> [..., 3] which of left, keep, right exist."""
+    surround = candidates[..., -SURROUND_FEATURES:]  # these two columns are 0 or 1 before and after normalisation
+    left, right = surround[..., HAS_LEFT] > 0.5, surround[..., HAS_RIGHT] > 0.5
+    return torch.stack([left, torch.ones_like(left), right], -1)
+
+
+def _take(candidates, picks):
+    return candidates.gather(1, picks[..., None].expand(-1, -1, candidates.shape[-1]))
+
+
+def _normal_log_prob(u, mean, log_std):
+    # The Jacobian of tanh is the same under the old and the new policy, so the ratio does not need it.
+    return -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
+
+
+def _gumbel(like, generator):
+    uniform = torch.rand(like.shape, generator=generator, device=like.device).clamp(1e-9, 1 - 1e-7)
+    return -torch.log(-torch.log(uniform))

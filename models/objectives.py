@@ -1,0 +1,88 @@
+"""The equations, as pure functions of tensors: no configuration, no device, no rank. Tests import exactly these."""
+import torch
+import torch.nn.functional as F
+
+
+def gae(rewards, values, next_values, terminated, ended, gamma, lam):
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), all tensors [T, E].
+
+    `next_values[t]` is V of the state that really followed (the last state of an episode, not the first of the next).
+    `terminated` cuts the bootstrap; `ended` (terminated or truncated) cuts the sum. Returns (advantages, returns).
+    """
+    delta = rewards + gamma * next_values * ~terminated - values
+    advantages, running = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        running = delta[t] + gamma * lam * running * ~ended[t]
+        advantages[t] = running
+    return advantages, advantages + values
+
+
+def ppo_loss(log_prob, old_log_prob, advantage, valid, clip, count):
+    """Clipped surrogate (Schulman et al. 2017, eq. 7) with one ratio per pick.
+
+    log_prob, old_log_prob, valid [B, K]; advantage [B]; `count` is the number of steps that the sum is divided by
+    (global count / ranks under DDP). Returns (loss, sum over picks of the KL estimate (r - 1) - log r, clipped picks).
+    """
+    log_ratio = torch.where(valid, log_prob - old_log_prob, 0.0)
+    ratio, gain = log_ratio.exp(), advantage[:, None]
+    surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
+    loss = -torch.where(valid, surrogate, 0.0).sum() / count
+    with torch.no_grad():
+        return loss, (ratio - 1 - log_ratio).sum(), ((ratio - 1).abs() > clip).float().sum()
+
+
+def normalise(advantage, mean, std):
+    """Advantages with the moments of all ranks."""
+    return (advantage - mean) / (std + 1e-8)
+
+
+def combined_advantage(reward_advantage, cost_advantage, price):
+    """(A - price * A_cost) / (1 + price): the Lagrangian's advantage, kept at unit scale (Stooke et al. 2020)."""
+    return (reward_advantage - price * cost_advantage) / (1 + price)
+
+
+def dual_ascent(multiplier, cost, limit, rate, maximum):
+    """One step of the Lagrange multiplier: up while cost > limit, down below it, clamped to [0, maximum]."""
+    return min(max(multiplier + rate * (cost - limit), 0.0), maximum)
+
+
+def limit_at(epoch, start, end, epochs):
+    """Curriculum of the cost limit: linear from `start` to `end` over `epochs`, then constant."""
+    return start + (end - start) * min(epoch / max(epochs, 1), 1.0)
+
+
+def motion_targets(moved, speed, present, fresh, conflict, horizon):
+    """What the world model should have said, from a series of T + H control steps (H = `horizon`).
+
+    moved (m since the step before), speed (m/s) [B, T + H, N]; present, fresh, conflict bool of the same shape.
+    Returns (states [B, T, N, H, 2] displacement and speed, valid [B, T, N, H], conflicts [B, T, N, H] float). A target
+    is valid while the same vehicle stays in the slot.
+    """
+    steps = moved.shape[1] - horizon
+    same = present & ~fresh
+    states, valid, hits = [], [], []
+    distance, still = torch.zeros_like(moved[:, :steps]), present[:, :steps]
+    for h in range(1, horizon + 1):
+        later = slice(h, h + steps)
+        still = still & same[:, later]
+        distance = distance + moved[:, later]
+        states.append(torch.stack([distance, speed[:, later]], -1))
+        valid.append(still)
+        hits.append(conflict[:, later])
+    return torch.stack(states, 3), torch.stack(valid, 3), torch.stack(hits, 3).float()
+
+
+def state_loss(predicted, target, valid, count):
+    """Huber loss (delta 1) of displacement m and speed m/s, step h weighted 1/h, over `count` valid items.
+
+    predicted, target [..., H, 2], valid [..., H].
+    """
+    weight = 1.0 / torch.arange(1, target.shape[-2] + 1, device=target.device)
+    loss = F.huber_loss(predicted, target, reduction="none").sum(-1) * weight
+    return torch.where(valid, loss, 0.0).sum() / count
+
+
+def conflict_loss(logits, target, valid, count):
+    """Binary cross entropy of conflicts, [..., H], over `count` valid items."""
+    loss = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    return torch.where(valid, loss, 0.0).sum() / count

@@ -1,0 +1,147 @@
+"""Assembly: the four layers behind one object that turns observations into checked commands, step by step."""
+import torch
+from torch import nn
+
+from models.controller import Controller, acceleration
+from models.presets import FULL_RANGES, PRESETS
+from models.risk_gnn import SPEED, RiskGNN
+from models.safety_shield import SafetyShield
+from models.world_model import WorldModel
+
+PARTS = ("risk_gnn", "world_model", "controller", "safety_shield")
+BUCKET = 16  # vehicles and candidates are padded to a multiple of it
+
+
+class TrafficModel(nn.Module):
+    """risk_gnn, world_model, controller, safety_shield of one preset. `cfg` is a configs.Config."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        sizes = PRESETS[cfg.model.preset]
+        self.preset = cfg.model.preset
+        self.risk_gnn = RiskGNN(sizes, cfg.model.gather_above)
+        self.world_model = WorldModel(sizes, cfg.data.future, cfg.env.control_interval)
+        self.controller = Controller(sizes, cfg.env.max_commands)
+        self.safety_shield = SafetyShield(sizes, cfg.shield, cfg.env.control_interval)
+
+    def set_statistics(self, statistics):
+        """Adopt the data set's statistics (statistics.json): z-scores of speed and of the global metrics."""
+        normal, node = self.risk_gnn.normalize, statistics["nodes"]
+        normal.mean[SPEED], normal.std[SPEED] = node["mean"][SPEED], node["std"][SPEED]
+        self.controller.globals.mean.copy_(torch.tensor(statistics["globals"]["mean"]))
+        self.controller.globals.std.copy_(torch.tensor(statistics["globals"]["std"]))
+
+    def parameter_counts(self):
+        """{part: number of parameters}, and their total."""
+        counts = {part: sum(p.numel() for p in getattr(self, part).parameters()) for part in PARTS}
+        return {**counts, "total": sum(counts.values())}
+
+    def describe(self):
+        """One line per part: its parameters, and the range that the full preset must keep."""
+        lines = [f"model preset {self.preset}:"]
+        for part, count in self.parameter_counts().items():
+            low, high = FULL_RANGES[part]
+            goal = f"  (range {low} to {high} M)" if self.preset == "full" else ""
+            lines.append(f"  {part:14s} {count / 1e6:7.3f} M{goal}")
+        return "\n".join(lines)
+
+    def freeze(self, *parts):
+        """Train everything except `parts`. Call before wrapping with DDP: afterwards it is an error there."""
+        for part in PARTS:
+            getattr(self, part).requires_grad_(part not in parts)
+
+    def features(self, embedding, memory, nodes, surround, globals_, mask, icv):
+        """Controller inputs from embeddings [B, N, D] and the world model's memory [B, N, W].
+
+        Returns a dict: candidates [B, C, F], valid [B, C], slots [B, C] (the ICVs, padded), scene [B, S], risk_logit
+        [B, C] of the shield.
+        """
+        flow, risk = self.world_model.latents(memory)
+        slots, valid = candidate_slots(icv)
+        at = lambda x: x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))  # noqa: E731
+        near = at(surround.float())
+        picked_flow, picked_risk = at(flow), at(risk)
+        candidates = self.controller.candidate_features(at(embedding), picked_flow, picked_risk,
+                                                        self.risk_gnn.normalize(at(nodes)), near)
+        return {"candidates": candidates * valid[..., None], "valid": valid, "slots": slots, "surround": near,
+                "scene": self.controller.scene_summary(embedding, flow, risk, mask, globals_),
+                "speed": at(nodes)[..., SPEED].float(),
+                "risk_logit": self.safety_shield.risk_logit(picked_flow, picked_risk, near)}
+
+
+def candidate_slots(icv):
+    """Slots of the ICVs, front-packed and padded to a bucket. icv [B, N] bool -> (slots [B, C], valid [B, C])."""
+    width = min(bucket(int(icv.sum(1).max())), icv.shape[1])
+    order = torch.sort(icv.to(torch.uint8), dim=1, descending=True, stable=True).indices[:, :width]
+    return order, icv.gather(1, order)
+
+
+def bucket(count):
+    """`count` rounded up to a multiple of BUCKET, at least one."""
+    return max(-(-count // BUCKET), 1) * BUCKET
+
+
+class Driver:
+    """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot."""
+
+    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, precision=None):
+        self.model, self.device, self.max_vehicles = model, device, max_vehicles
+        self.shield, self.precision = shield, precision
+        self.num_envs = num_envs
+        self.forget()
+
+    def forget(self, env=None):
+        """Empty the memory of one environment (a new episode), or of all."""
+        if env is None:
+            self.state = self.model.world_model.initial_state(self.num_envs, self.max_vehicles, device=self.device)
+        else:
+            self.state[env] = 0
+
+    def perceive(self, observation, envs, remember=True):
+        """Observation arrays [len(envs), slots, ...] -> controller inputs. Advances the memory unless told not to."""
+        rows = torch.as_tensor(envs, device=self.device)
+        obs = to_tensors(observation, self.device)
+        n = obs["mask"].shape[1]
+        with torch.no_grad(), self.precision or torch.autocast("cpu", enabled=False):
+            embedding = self.model.risk_gnn(obs["nodes"], obs["edges"], obs["neighbours"], obs["mask"])
+            before = self.state[rows, :n]
+            memory, after = self.model.world_model.step(embedding, before, obs["fresh"])
+            if remember:
+                self.state[rows, :n] = after
+            features = self.model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"],
+                                           obs["mask"], obs["icv"])
+        return {**features, "embedding": embedding, "before": before, "observation": obs}
+
+    def decide(self, seen, deterministic, generator=None):
+        """Controller's choice and the shield's verdict: (choice, commands) with commands as arrays for the pool."""
+        with torch.no_grad():
+            choice = self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], deterministic, generator)
+            value, cost_value = self.model.controller.values(seen["scene"])
+        choice.update(value=value, cost_value=cost_value)
+        return choice, self.commands(seen, choice)
+
+    def commands(self, seen, choice):
+        """Slots, accelerations, lanes and brakes [B, K] after the shield, as numpy arrays, and its reasons."""
+        picks = choice["picks"]
+        active = choice["valid"] & ~choice["release"]
+        at = lambda x: x.gather(1, picks)  # noqa: E731
+        wanted = acceleration(choice["u"])
+        accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
+        if self.shield:
+            near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
+            accel, lane, brake, reason = self.model.safety_shield(accel, lane, at(seen["speed"]), near, at(seen["risk_logit"]))
+        slot = torch.where(active, at(seen["slots"]), self.max_vehicles)
+        out = {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * active, "wanted": wanted,
+               "wanted_lane": choice["lane"]}
+        return {name: value.cpu().numpy() for name, value in out.items()}
+
+
+def to_tensors(observation, device):
+    """Cut observation arrays (numpy, by slot) to the slots in use and make tensors of them, features in float32."""
+    used = observation["mask"].any(0)
+    n = min(bucket(int(used.nonzero()[0].max(initial=0)) + 1), observation["mask"].shape[1])
+    out = {}
+    for name, value in observation.items():
+        tensor = torch.from_numpy(value if name == "globals" else value[:, :n].copy()).to(device)
+        out[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return out

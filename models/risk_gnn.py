@@ -1,0 +1,91 @@
+"""Risk-sensitive graph network: attention whose logits carry a bias from each edge's danger (TTC, THW)."""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.presets import Normalizer, mlp
+
+NODE_FEATURES, EDGE_FEATURES = 9, 4
+LANE, SPEED, ACCEL, LANE_END = 1, 2, 3, 4        # columns of a node
+GAP, RELATIVE_SPEED, TTC, THW = 0, 1, 2, 3       # columns of an edge
+NODE_MEAN = [0.5, 0.5, 15.0, 0.0, 250.0, 0.5, 0.0, 0.0, 0.0]
+NODE_STD = [0.3, 1.0, 8.0, 5.0, 200.0, 0.3, 1.0, 1.0, 1.0]  # acceleration: clamped to +-5 when observed, then / 5
+
+
+def edge_inputs(edges):
+    """[..., 4] gap m, relative speed m/s, TTC s, THW s -> [..., 6] bounded features, the two dangers among them."""
+    gap, dv, ttc, thw = edges.float().unbind(-1)
+    return torch.stack([gap / 50, gap.sign() / (1 + gap.abs() / 5), dv / 10, 1 / (ttc + 0.5), 1 / (thw + 0.3), thw / 5], -1)
+
+
+class RiskAttention(nn.Module):
+    """One layer: attention over a vehicle's neighbours and itself with a risk bias, then a feed-forward part."""
+
+    def __init__(self, width, heads, edge_width):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Linear(edge_width, heads)
+        self.ff = mlp(width, 4 * width, width)
+
+    def forward(self, x, neighbours, edge_code, dense):
+        """x [B, N, D], neighbours [B, N, k] with N for "none", edge_code [B, N, k, edge_width] -> [B, N, D]."""
+        b, n, d = x.shape
+        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        bias = self.bias(edge_code).permute(0, 3, 1, 2)  # [B, heads, N, k]
+        mixed = (self._dense if dense else self._gather)(q, k, v, bias, neighbours)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, n, d))
+        return x + self.ff(self.norm2(x))
+
+    def _dense(self, q, k, v, bias, neighbours):
+        """Scatter the biases into [B, heads, N, N]; -inf elsewhere; a vehicle always sees itself (no empty rows)."""
+        b, h, n, _ = q.shape
+        mask = q.new_full((b, h, n, n + 1), float("-inf"))
+        mask.scatter_(3, neighbours[:, None].expand(-1, h, -1, -1), bias.to(q.dtype))  # column N swallows "none"
+        mask = mask[..., :n] + torch.zeros((), device=q.device, dtype=q.dtype)
+        mask.diagonal(dim1=2, dim2=3).zero_()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def _gather(self, q, k, v, bias, neighbours):
+        """The same for large graphs: k + 1 gathered keys and values per vehicle instead of N."""
+        b, h, n, d = q.shape
+        itself = torch.arange(n, device=q.device).expand(b, n)[..., None]
+        where = torch.cat([neighbours, itself], -1)
+        none = (where == n)[:, None]
+        pick = where.clamp(max=n - 1).reshape(b, 1, -1, 1).expand(-1, h, -1, d)
+        keys, values = (t.gather(2, pick).view(b, h, n, -1, d) for t in (k, v))
+        logits = (q[..., None, :] * keys).sum(-1) / d ** 0.5 + F.pad(bias, (0, 1))
+        weights = logits.float().masked_fill(none, float("-inf")).softmax(-1)
+        return (weights.to(values.dtype)[..., None] * values).sum(3)
+
+
+class RiskGNN(nn.Module):
+    """Vehicles' features and their relations -> one embedding per vehicle."""
+
+    def __init__(self, sizes, gather_above=384):
+        super().__init__()
+        self.gather_above = gather_above
+        self.normalize = Normalizer(NODE_MEAN, NODE_STD)
+        self.edge = mlp(6, sizes.edge_width, sizes.edge_width)
+        self.risk = nn.Linear(sizes.edge_width, 1)
+        self.node = mlp(NODE_FEATURES + sizes.edge_width, sizes.gnn_width, sizes.gnn_width)
+        self.layers = nn.ModuleList(RiskAttention(sizes.gnn_width, sizes.gnn_heads, sizes.edge_width)
+                                    for _ in range(sizes.gnn_layers))
+        self.norm = nn.LayerNorm(sizes.gnn_width)
+
+    def forward(self, nodes, edges, neighbours, mask):
+        """nodes [B, N, 9], edges [B, N, k, 4], neighbours [B, N, k] (-1 = none), mask [B, N] -> [B, N, D].
+
+        Rows outside the mask are 0. Neighbours must lie inside the mask.
+        """
+        none = neighbours < 0
+        where = neighbours.long().masked_fill(none, nodes.shape[1])
+        code = F.silu(self.edge(edge_inputs(edges)))
+        # What the edges say reaches the vehicle with most weight on the most dangerous one.
+        weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
+        around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)
+        x = self.node(torch.cat([self.normalize(nodes), around], -1))
+        for layer in self.layers:
+            x = layer(x, where, code, dense=nodes.shape[1] <= self.gather_above)
+        return self.norm(x) * mask[..., None]

@@ -1,0 +1,89 @@
+"""Dual-mode safety shield: every command is checked before it is sent, for all vehicles at once.
+
+Level 1 clips the acceleration (a limit that falls with speed, and a bound that keeps a safe distance over the whole
+control interval even if the leader brakes fully) and vetoes lane changes that would cut a gap. Level 2 brakes hard
+when the time to collision or the time headway is too short. A learned risk head, trained in phase 3, forbids
+acceleration and lane changes where it foresees a conflict.
+"""
+import torch
+from torch import nn
+
+from models.controller import KEEP, LEFT, SURROUND_FEATURES
+from models.presets import Normalizer, mlp
+from models.controller import SURROUND_MEAN, SURROUND_STD
+
+NONE, CLIPPED, LANE_VETO, EMERGENCY, RISK = 0, 1, 2, 4, 8  # reasons; several add up
+REASONS = {CLIPPED: "clipped", LANE_VETO: "lane veto", EMERGENCY: "emergency", RISK: "risk"}
+LEAD_GAP, LEAD_SPEED = 0, 1                                # columns of the surroundings
+SIDE = {True: 2, False: 6}                                 # first column of the left and of the right side
+
+
+def safe_next_speed(gap, speed, lead_speed, interval, own_decel, leader_decel):
+    """Highest speed at the end of the control interval from which the vehicle can still stop behind its leader.
+
+    Assumes that the leader brakes at `leader_decel` from now on (Gipps 1981, Krauss 1998; with the mean of present
+    and next speed over the interval): v' solves  (v + v')/2 * dt + v'^2 / (2 b) = gap + v_l^2 / (2 b_l).
+    All arguments in m, m/s, s and m/s^2; returns m/s, never below 0.
+    """
+    room = gap + lead_speed ** 2 / (2 * leader_decel) - speed * interval / 2
+    half = own_decel * interval / 2
+    return (torch.sqrt((half ** 2 + 2 * own_decel * room).clamp(min=0)) - half).clamp(min=0)
+
+
+class SafetyShield(nn.Module):
+    """`cfg` is configs.ShieldConfig; `interval` the control interval, s."""
+
+    def __init__(self, sizes, cfg, interval=1.0):
+        super().__init__()
+        self.cfg, self.interval = cfg, interval
+        self.surround = Normalizer(SURROUND_MEAN, SURROUND_STD)
+        self.risk_head = mlp(2 * sizes.latent + SURROUND_FEATURES, sizes.risk_hidden, sizes.risk_hidden, 1, final_gain=0.1)
+        self.register_buffer("risk_trained", torch.zeros((), dtype=torch.bool))  # the head is silent until phase 3
+
+    def risk_logit(self, flow, risk, surround):
+        """Logit that a conflict follows within the horizon. Latents [..., latent], surround [..., 14] -> [...]"""
+        return self.risk_head(torch.cat([flow.float(), risk.float(), self.surround(surround)], -1)).squeeze(-1).float()
+
+    def forward(self, accel, lane, speed, surround, risk_logit=None):
+        """Commands [..., K] (m/s^2; lane 0 left, 1 keep, 2 right), speed [..., K] m/s, surround [..., K, 14].
+
+        Returns (acceleration, lane, brake, reason): brake above 0 (m/s^2) replaces the acceleration where even the
+        strongest ordinary braking would not do; reason is a sum of the codes above.
+        """
+        reason = torch.zeros_like(lane)
+        if not self.cfg.enabled:
+            return accel, lane, torch.zeros_like(accel), reason
+        limit, danger = self.limits(speed, surround)
+        safe = torch.minimum(accel, limit)
+        safe = torch.where(danger, safe.clamp(max=-self.cfg.emergency_decel), safe)
+        reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger
+        allowed = (lane == KEEP) | (self.lane_is_free(lane == LEFT, speed, surround) & ~danger)
+        reason = reason + LANE_VETO * ~allowed
+        if risk_logit is not None and bool(self.risk_trained):
+            risky = risk_logit.sigmoid() > self.cfg.risk_threshold
+            reason = reason + RISK * (risky & ((safe > 0) | (allowed & (lane != KEEP))))
+            safe, allowed = torch.where(risky, safe.clamp(max=0.0), safe), allowed & ~risky
+        safe = safe.clamp(min=-self.cfg.own_decel)
+        brake = torch.where(safe < -3.0, -safe, torch.zeros_like(safe))
+        return safe.clamp(min=-3.0), torch.where(allowed, lane, torch.full_like(lane, KEEP)), brake, reason
+
+    def limits(self, speed, surround):
+        """(highest acceleration that level 1 allows, whether level 2 acts), each shaped as `speed`."""
+        c, gap, lead_speed = self.cfg, surround[..., LEAD_GAP], surround[..., LEAD_SPEED]
+        target = safe_next_speed(gap - c.min_gap_m, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
+        by_gap = (target - speed) / self.interval
+        by_speed = c.comfort_accel * (1 - speed / c.max_speed).clamp(min=0)
+        closing, open_gap = speed - lead_speed, gap.clamp(min=0)
+        danger = ((closing > 0.1) & (open_gap < c.ttc_s * closing)) | (open_gap < c.thw_s * speed)
+        return torch.minimum(by_gap, by_speed), danger
+
+    def lane_is_free(self, to_left, speed, surround):
+        """Whether the target lane exists and has a safe gap in front and behind for one control interval."""
+        c = self.cfg
+        side = torch.where(to_left[..., None], surround[..., SIDE[True]:SIDE[True] + 4], surround[..., SIDE[False]:SIDE[False] + 4])
+        exists = torch.where(to_left, surround[..., 10], surround[..., 11]) > 0.5
+        gap, lead_speed, rear_gap, rear_speed = side.unbind(-1)
+        in_front = safe_next_speed(gap - c.min_gap_m, speed, lead_speed, self.interval, c.own_decel, c.leader_decel) >= speed - 3.0 * self.interval
+        closing = (rear_speed - speed).clamp(min=0)
+        behind = rear_gap >= c.min_gap_m + c.lane_gap_s * closing + rear_speed * 0.5 + closing ** 2 / (2 * c.emergency_decel)
+        return exists & in_front & behind

@@ -1,0 +1,80 @@
+"""Progressive world model: per-vehicle memory over GNN embeddings, two latents, and decoders of the near future.
+
+Stage 1 predicts the next state of every vehicle. Stage 2 predicts the next H states from the flow latent and a
+probability of conflict for each of those steps from the risk latent.
+"""
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from models.presets import mlp
+
+
+class WorldModel(nn.Module):
+    """LSTM over control steps (gates in float32 under autocast, vehicles as batch) and the decoders."""
+
+    def __init__(self, sizes, horizon=5, interval=1.0):
+        super().__init__()
+        self.horizon, self.interval, self.width = horizon, interval, sizes.lstm_width
+        self.cells = nn.ModuleList(nn.LSTMCell(sizes.gnn_width if i == 0 else sizes.lstm_width, sizes.lstm_width)
+                                   for i in range(sizes.lstm_layers))
+        self.next_state = mlp(sizes.lstm_width, sizes.decoder_hidden, 2, final_gain=0.1)
+        self.flow = nn.Linear(sizes.lstm_width, sizes.latent)
+        self.risk = nn.Linear(sizes.lstm_width, sizes.latent)
+        self.states = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, 2 * horizon, final_gain=0.1)
+        self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon, final_gain=0.1)
+        ahead = interval * torch.arange(1, horizon + 1)
+        self.register_buffer("scale", torch.stack([ahead * 0.5, ahead * 0.5], -1), persistent=False)  # m and m/s
+        self.register_buffer("ahead", ahead, persistent=False)
+
+    def stage2_parameters(self):
+        """Parameters that stage 1 does not use and therefore freezes."""
+        return [p for part in (self.flow, self.risk, self.states, self.conflict) for p in part.parameters()]
+
+    def initial_state(self, *batch, device=None):
+        """Zero memory [*batch, layers, 2 * width] (hidden and cell state side by side), float32."""
+        return torch.zeros(*batch, len(self.cells), 2 * self.width, device=device)
+
+    def step(self, embedding, state, fresh):
+        """One control step. embedding [..., D], state [..., layers, 2 * width], fresh [...] (True forgets the state).
+
+        Returns (memory [..., width], new state).
+        """
+        with torch.autocast(embedding.device.type, enabled=False):
+            shape, x = embedding.shape[:-1], embedding.float().flatten(0, -2)
+            state = (state.float() * ~fresh[..., None, None]).flatten(0, -3)
+            new = []
+            for i, cell in enumerate(self.cells):
+                h, c = cell(x, tuple(t.contiguous() for t in state[:, i].chunk(2, -1)))
+                new.append(torch.cat([h, c], -1))
+                x = h
+            return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(self.cells), -1)
+
+    def sequence(self, embeddings, state, fresh, checkpointing=False):
+        """embeddings [B, T, N, D], state [B, N, layers, 2 * width], fresh [B, T, N] -> memory [B, T, N, width]."""
+        memories = []
+        for t in range(embeddings.shape[1]):
+            if checkpointing:
+                memory, state = checkpoint(self.step, embeddings[:, t], state, fresh[:, t], use_reentrant=False)
+            else:
+                memory, state = self.step(embeddings[:, t], state, fresh[:, t])
+            memories.append(memory)
+        return torch.stack(memories, 1)
+
+    def latents(self, memory):
+        """(flow latent, risk latent), each [..., latent]."""
+        return torch.tanh(self.flow(memory)), torch.tanh(self.risk(memory))
+
+    def predict_next(self, memory, speed):
+        """Stage 1: next displacement m and speed m/s, [..., 2], as corrections of "constant velocity"."""
+        correction = self.next_state(memory).float() * self.scale[0]
+        return correction + torch.stack([speed * self.interval, speed], -1)
+
+    def predict_states(self, flow, speed):
+        """Stage 2: displacement m and speed m/s after 1 to H control steps, [..., H, 2]."""
+        correction = self.states(flow).float().unflatten(-1, (self.horizon, 2)) * self.scale
+        return correction + torch.stack([speed[..., None] * self.ahead, speed[..., None].expand(*speed.shape, self.horizon)], -1)
+
+    def predict_conflict(self, risk):
+        """Stage 2: logits of a conflict in each of the next H control steps, [..., H]."""
+        return self.conflict(risk).float()
