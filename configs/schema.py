@@ -205,7 +205,7 @@ class PPOConfig:
     cost_value_weight: float = opt(0.5, "weight of the cost-value loss", low=0)
     entropy_weight: float = opt(0.003, "weight of the entropy bonus", low=0)
     target_kl: float = opt(0.03, "stop the epochs of an iteration above this KL", low=0)
-    cost_weight: float = opt(0.5, "fixed price of one unit of intervention cost in phase 2, in reward units", low=0)
+    cost_weight: float = opt(1.5, "fixed price of one unit of C_int, in points of score (phase 3 learns it)", low=0)
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
@@ -235,7 +235,6 @@ class Phase3Config:
     multiplier_max: float = opt(20.0, "upper clamp of the multiplier", low=0)
     checkpoint_every: int = opt(10, "epochs between checkpoints; each starts fresh episodes", low=1)
     amp: AmpConfig = sub(AmpConfig)
-    loader: LoaderConfig = sub(LoaderConfig, num_workers=3)
 
 
 @dataclass
@@ -247,6 +246,7 @@ class CheckpointConfig:
 class EvaluateConfig:
     seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training")
     controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored")
+    horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     workers: int = opt(6, "processes that simulate at once", low=1)
 
 

@@ -258,4 +258,13 @@ def make_env(cfg, folder=None):
     return TrafficEnv(cfg, folder)
 
 
-__all__ = ["TrafficEnv", "SumoError", "make_env", "observation_space", "action_space"]
+def check_scenario(cfg, folder):
+    """Start the scenario once and end it: raises SumoError, with SUMO's own words, before anything else begins."""
+    env = make_env(cfg, str(folder))
+    try:
+        env.reset(seed=cfg.run.seed)
+    finally:
+        env.close()
+
+
+__all__ = ["TrafficEnv", "SumoError", "make_env", "check_scenario", "observation_space", "action_space"]

@@ -30,6 +30,32 @@ def plackett_luce(scores, picks, valid):
     return torch.where(valid, rest.log_softmax(-1).gather(2, picks[..., None])[..., 0], 0.0)
 
 
+class ScaledValue(nn.Module):
+    """A value network whose output is de-normalised, so that its loss has unit scale (PopArt, van Hasselt et al. 2016)."""
+
+    def __init__(self, inputs, hidden):
+        super().__init__()
+        self.net = mlp(inputs, hidden, hidden, 1, final_gain=0.1)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
+
+    def forward(self, scene):
+        """[B, S] -> [B] in real units."""
+        return self.net(scene).squeeze(-1).float() * self.std + self.mean
+
+    def rescale(self, mean, std):
+        """Adopt new moments of the returns without changing any output."""
+        last, std = self.net[-1], max(std, 1e-2)
+        with torch.no_grad():
+            last.weight.mul_(self.std / std)
+            last.bias.mul_(self.std / std).add_((self.mean - mean) / std)
+            self.mean.fill_(mean), self.std.fill_(std)
+
+    def loss(self, scene, returns, count):
+        """Half the squared error in normalised units, over `count` steps."""
+        return 0.5 * (((self(scene) - returns) / self.std) ** 2).sum() / count
+
+
 class Controller(nn.Module):
     """Heads on frozen features of the candidates [B, C, F] and of the scene [B, S]."""
 
@@ -45,8 +71,8 @@ class Controller(nn.Module):
         self.trunk = mlp(self.features + self.scene_features, sizes.action_hidden, sizes.action_hidden)
         self.action = mlp(sizes.action_hidden, sizes.action_hidden, 5, final_gain=0.01)  # accel, 3 lanes, release
         self.log_std = nn.Parameter(torch.full((), -0.7))
-        self.value = mlp(self.scene_features, sizes.value_hidden, sizes.value_hidden, 1, final_gain=0.1)
-        self.cost_value = mlp(self.scene_features, sizes.value_hidden, sizes.value_hidden, 1, final_gain=0.1)
+        self.value = ScaledValue(self.scene_features, sizes.value_hidden)
+        self.cost_value = ScaledValue(self.scene_features, sizes.value_hidden)
 
     def candidate_features(self, embedding, flow, risk, node, surround):
         """Each [..., width of the part] -> [..., F]; `node` normalised, `surround` as observed."""
@@ -81,8 +107,8 @@ class Controller(nn.Module):
         return mean, (out[..., 1:4] * 10 + keep_bias).masked_fill(~lanes, -1e4).log_softmax(-1), out[..., 4] * 10
 
     def values(self, scene):
-        """(value, cost value), each [B]."""
-        return self.value(scene).squeeze(-1).float(), self.cost_value(scene).squeeze(-1).float()
+        """(value, cost value), each [B], in units of reward and of cost."""
+        return self.value(scene), self.cost_value(scene)
 
     def select(self, candidates, valid, scene, deterministic, generator=None):
         """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, log_prob."""

@@ -37,8 +37,12 @@ def normalise(advantage, mean, std):
 
 
 def combined_advantage(reward_advantage, cost_advantage, price):
-    """(A - price * A_cost) / (1 + price): the Lagrangian's advantage, kept at unit scale (Stooke et al. 2020)."""
-    return (reward_advantage - price * cost_advantage) / (1 + price)
+    """Advantage of the Lagrangian: A - price * A_cost, to be normalised afterwards.
+
+    The price of one unit of cost in one control step is multiplier / control steps per episode, because C_int is the
+    episode's mean cost while the rewards of an episode are summed.
+    """
+    return reward_advantage - price * cost_advantage
 
 
 def dual_ascent(multiplier, cost, limit, rate, maximum):

@@ -1,4 +1,6 @@
 """Assembly: the four layers behind one object that turns observations into checked commands, step by step."""
+import contextlib
+
 import torch
 from torch import nn
 
@@ -50,13 +52,15 @@ class TrafficModel(nn.Module):
         for part in PARTS:
             getattr(self, part).requires_grad_(part not in parts)
 
-    def features(self, embedding, memory, nodes, surround, globals_, mask, icv):
+    def features(self, embedding, memory, nodes, surround, globals_, mask, icv, detach_latents=False):
         """Controller inputs from embeddings [B, N, D] and the world model's memory [B, N, W].
 
         Returns a dict: candidates [B, C, F], valid [B, C], slots [B, C] (the ICVs, padded), scene [B, S], risk_logit
         [B, C] of the shield.
         """
         flow, risk = self.world_model.latents(memory)
+        if detach_latents:
+            flow, risk = flow.detach(), risk.detach()
         slots, valid = candidate_slots(icv)
         at = lambda x: x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))  # noqa: E731
         near = at(surround.float())
@@ -84,9 +88,9 @@ def bucket(count):
 class Driver:
     """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot."""
 
-    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, precision=None):
+    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, autocast=contextlib.nullcontext):
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
-        self.shield, self.precision = shield, precision
+        self.shield, self.autocast = shield, autocast
         self.num_envs = num_envs
         self.forget()
 
@@ -102,7 +106,7 @@ class Driver:
         rows = torch.as_tensor(envs, device=self.device)
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
-        with torch.no_grad(), self.precision or torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), self.autocast():
             embedding = self.model.risk_gnn(obs["nodes"], obs["edges"], obs["neighbours"], obs["mask"])
             before = self.state[rows, :n]
             memory, after = self.model.world_model.step(embedding, before, obs["fresh"])

@@ -1,0 +1,114 @@
+"""The training losses of the three phases as modules: DDP wraps them, so that `forward` computes everything.
+
+Calling a method of the wrapped model instead would bypass DDP's hooks and leave gradients unsynchronised.
+Every `count` is the global number of valid items divided by the number of ranks, because DDP averages over ranks.
+"""
+import torch
+from torch import nn
+
+from models import objectives
+
+
+class WorldModelLoss(nn.Module):
+    """Phase 1. `stage` 1 trains the next state, 2 also the next H states and the conflict probability."""
+
+    def __init__(self, model, stage, checkpointing=False):
+        super().__init__()
+        self.gnn, self.world_model = model.risk_gnn, model.world_model
+        self.stage, self.checkpointing = stage, checkpointing
+
+    def forward(self, batch, count):
+        """batch: see `prepare`. Returns (loss, dictionary of predictions)."""
+        frames = batch["nodes"].shape[:2]  # (B, T)
+        flat = [batch[name].flatten(0, 1) for name in ("nodes", "edges", "neighbours", "mask")]
+        embedding = self.gnn(*flat).unflatten(0, frames)
+        state = self.world_model.initial_state(frames[0], flat[0].shape[1], device=embedding.device)
+        memory = self.world_model.sequence(embedding, state, batch["fresh"], self.checkpointing)
+        return world_model_loss(self.world_model, memory, batch, count, self.stage)
+
+
+def world_model_loss(world_model, memory, batch, count, stage=2):
+    """Loss and predictions of the world model from its memory [B, T, N, W]; shared by phases 1 and 3."""
+    speed, target, valid = batch["speed"], batch["states"], batch["target_valid"]
+    out = {"next": world_model.predict_next(memory, speed)}
+    loss = objectives.state_loss(out["next"][..., None, :], target[..., :1, :], valid[..., :1], count)
+    if stage == 2:
+        flow, risk = world_model.latents(memory)
+        out["states"], out["conflict"] = world_model.predict_states(flow, speed), world_model.predict_conflict(risk)
+        loss = loss + objectives.state_loss(out["states"], target, valid, count) + objectives.conflict_loss(
+            out["conflict"], batch["conflicts"], valid, count)
+    return loss, out
+
+
+def prepare(samples, horizon):
+    """Model inputs and targets from a batch of samples as data.dataset gives them (F = T + H frames)."""
+    steps = samples["nodes"].shape[1]
+    states, valid, conflicts = objectives.motion_targets(samples["moved"], samples["speed"], samples["present"],
+                                                         samples["fresh"], samples["conflict"], horizon)
+    return {"nodes": samples["nodes"], "edges": samples["edges"], "neighbours": samples["neighbours"],
+            "mask": samples["present"][:, :steps], "fresh": samples["fresh"][:, :steps],
+            "speed": samples["speed"][:, :steps], "states": states, "conflicts": conflicts,
+            "target_valid": valid & samples["usable"][..., None]}
+
+
+class PPOLoss(nn.Module):
+    """Phase 2: the clipped surrogate, both value losses and the entropy bonus, on stored features."""
+
+    def __init__(self, model, ppo):
+        super().__init__()
+        self.controller, self.ppo = model.controller, ppo
+
+    def forward(self, batch, count):
+        """batch: tensors [B, ...] of one minibatch. Returns (loss, sums for the log)."""
+        return ppo_terms(self.controller, batch["candidates"].float(), batch["valid"], batch["scene"].float(), batch,
+                         self.ppo, count)
+
+
+def ppo_terms(controller, candidates, valid, scene, batch, ppo, count):
+    """PPO's loss from candidate and scene features; shared by phases 2 and 3."""
+    chosen = {"picks": batch["picks"], "valid": batch["pick_valid"], "u": batch["u"], "lane": batch["lane"],
+              "release": batch["release"]}
+    log_prob, entropy = controller.evaluate(candidates, valid, scene, chosen)
+    policy, kl, clipped = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"], chosen["valid"], ppo.clip,
+                                              count)
+    value = controller.value.loss(scene, batch["return"], count)
+    cost_value = controller.cost_value.loss(scene, batch["cost_return"], count)
+    bonus = entropy.sum() / count
+    loss = policy + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
+    return loss, {"loss_policy": policy.detach(), "loss_value": value.detach(), "loss_cost_value": cost_value.detach(),
+                  "entropy": bonus.detach(), "kl": kl / count, "clip_share": clipped / count / controller.k}
+
+
+class ConstrainedLoss(nn.Module):
+    """Phase 3: PPO on the Lagrangian's advantage, auxiliary world-model loss and the shield's risk head.
+
+    The world model runs over whole sequences (gradient checkpointing); the controller sees its memory detached, so
+    that the policy's gradient does not bend the predictions.
+    """
+
+    def __init__(self, model, ppo, phase3):
+        super().__init__()
+        self.model, self.ppo, self.cfg = model, ppo, phase3
+        self.horizon = model.world_model.horizon
+
+    @staticmethod
+    def counts(batch):
+        """What the three parts of the loss are averaged over: control steps, predictions, ICVs with a known future."""
+        return batch["advantage"].numel(), batch["target_valid"].sum(), (batch["target_valid"].any(-1) & batch["icv"]).sum()
+
+    def forward(self, batch, counts):
+        """batch: tensors [B, L, ...] of sequences (see train_ddp.make_sequences); counts: global ones of `counts` over
+        ranks. Returns (loss, values for the log)."""
+        model, cfg, (count, target_count, risk_count) = self.model, self.cfg, counts
+        embedding = batch["embedding"].float()
+        memory = model.world_model.sequence(embedding, batch["before"].float(), batch["fresh"], cfg.checkpointing)
+        aux, _ = world_model_loss(model.world_model, memory, batch, target_count)
+        flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
+        seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
+                              flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
+        loss, log = ppo_terms(model.controller, seen["candidates"], seen["valid"], seen["scene"], flat, self.ppo, count)
+        ahead = (flat["conflicts"] * flat["target_valid"]).amax(-1).gather(1, seen["slots"])
+        known = flat["target_valid"].any(-1).gather(1, seen["slots"]) & seen["valid"]
+        risk = objectives.conflict_loss(seen["risk_logit"], ahead, known, risk_count)
+        loss = loss + cfg.world_model_weight * aux + cfg.risk_weight * risk
+        return loss, {**log, "loss_world_model": aux.detach(), "loss_risk": risk.detach()}

@@ -1,0 +1,1 @@
+"""What every script needs around the mathematics: processes, precision, checkpoints, metrics, memory, rollouts."""

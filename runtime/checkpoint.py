@@ -1,0 +1,174 @@
+"""Checkpoints: complete or absent, checksummed, plain tensors and values only.
+
+    <folder>/step_000012/{state.pt, manifest.json}, latest, best      the last two hold the name of a complete step
+
+A step is written under a temporary name, flushed to disk, and renamed; only then `latest` moves and old ones go.
+"""
+import hashlib
+import json
+import os
+import random
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+FORMAT = 1
+
+
+class CheckpointError(Exception):
+    """No usable checkpoint, or one of another model; the message names the file."""
+
+
+def save(folder, step, state, keep_last=3, best=False):
+    """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`."""
+    folder = Path(folder)
+    final, work = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        with open(work / "state.pt", "wb") as file:
+            torch.save(state, file)
+            _flush(file)
+        manifest = {"format": FORMAT, "step": step, "versions": versions(),
+                    "files": {"state.pt": {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}}}
+        _write(work / "manifest.json", json.dumps(manifest, indent=1))
+    except OSError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    if final.exists():  # the same step again, after a resume: never two halves under one name
+        old = folder / f".old_{final.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    work.rename(final)
+    _sync_folder(folder)
+    _write(folder / "latest", final.name)
+    if best:
+        _write(folder / "best", final.name)
+    _prune(folder, keep_last)
+    return final
+
+
+def load(folder, which="latest", device="cpu"):
+    """The state of the newest complete checkpoint ("latest") or of "best"; None when the folder holds no checkpoint.
+
+    A damaged one is named on standard output and the one before it is used; CheckpointError when all are damaged.
+    """
+    folder = Path(folder)
+    steps = sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)
+    if not steps:
+        if (folder / "latest").exists():
+            raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none")
+        return None
+    wanted = folder / which
+    if which == "best" and wanted.exists() and (folder / wanted.read_text().strip()) in steps:
+        first = folder / wanted.read_text().strip()
+        steps = [first] + [s for s in steps if s != first]
+    damages = []
+    for step in steps:
+        try:
+            return _load_step(step, device)
+        except CheckpointError as error:
+            damages.append(str(error))
+            print(f"DAMAGED CHECKPOINT: {error}; trying the one before it", flush=True)
+    raise CheckpointError("no usable checkpoint left:\n  " + "\n  ".join(damages))
+
+
+def _load_step(step, device):
+    try:
+        manifest = json.loads((step / "manifest.json").read_text())
+        expected = manifest["files"]["state.pt"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
+    path = step / "state.pt"
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}")
+    if not path.exists() or path.stat().st_size != expected["bytes"] or _hash(path) != expected["sha256"]:
+        raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest")
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many kinds for a hostile or foreign file
+        raise CheckpointError(f"{path}: refused: {' '.join(str(error).split())[:300]}") from None
+
+
+def load_weights(model, weights, schema, source):
+    """Copy weights into `model` by name; CheckpointError lists every missing, unexpected or misshapen key.
+
+    `schema` are the feature names and sizes this program works with; they must equal the checkpoint's.
+    """
+    theirs = weights["schema"]
+    problems = [f"{key}: checkpoint {theirs.get(key)!r}, here {value!r}" for key, value in schema.items()
+                if theirs.get(key) != value]
+    own = model.state_dict()
+    problems += [f"missing: {key}" for key in own if key not in weights["model"]]
+    problems += [f"unexpected: {key}" for key in weights["model"] if key not in own]
+    problems += [f"{key}: shape {tuple(value.shape)}, here {tuple(own[key].shape)}"
+                 for key, value in weights["model"].items() if key in own and value.shape != own[key].shape]
+    if problems:
+        more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
+        raise CheckpointError(f"{source} does not fit this model:\n  " + "\n  ".join(problems[:12]) + more)
+    model.load_state_dict(weights["model"])
+
+
+def random_state(device):
+    """State of all random generators of this process, as plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(),
+             "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)]}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state, device):
+    """Undo of `random_state`."""
+    random.setstate(_tuples(state["python"]))
+    torch.set_rng_state(state["torch"].cpu())
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+
+
+def versions():
+    """Versions that decide whether results can be compared."""
+    return {name: version(name) for name in ("torch", "numpy", "eclipse-sumo", "traci")}
+
+
+def _tuples(value):
+    return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _prune(folder, keep_last):
+    """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers."""
+    steps = sorted(p for p in folder.glob("step_*") if p.is_dir())
+    best = (folder / "best").read_text().strip() if (folder / "best").exists() else ""
+    for old in [*steps[:-keep_last], *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
+        if old.name != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _hash(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(file):
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder):
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def _write(path, text):
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        _flush(file)
+    os.replace(temporary, path)

@@ -1,0 +1,118 @@
+"""The same names with and without torchrun: who am I, how many are we, and decisions that all ranks take together."""
+import os
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+
+@dataclass
+class Team:
+    """rank of world on this device; local_rank of local_world on this machine."""
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    device: torch.device
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def say(self, text):
+        """Print on the first rank only."""
+        if self.is_main:
+            print(text, flush=True)
+
+    def all_sum(self, values):
+        """Sum over ranks of a list of numbers, in float64."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def any(self, flag):
+        """Whether the flag is set on any rank: the way to decide anything that changes the number of collectives."""
+        return self.all_sum([float(bool(flag))])[0] > 0
+
+    def moments(self, values):
+        """(mean, standard deviation) of a tensor's entries over all ranks."""
+        x = values.double()
+        total, squares, count = self.all_sum([float(x.sum()), float((x * x).sum()), float(x.numel())])
+        mean = total / max(count, 1)
+        return mean, max(squares / max(count, 1) - mean * mean, 0.0) ** 0.5
+
+    def gather(self, value):
+        """List of every rank's picklable value, on every rank."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self):
+        if self.world > 1:
+            dist.barrier()
+
+    def close(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start_team(run, ddp):
+    """Join the process group that torchrun describes, or be a team of one. Arguments: configs' run and ddp sections."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count() if run.device != "cpu" else 0
+    if run.device == "cuda" and not gpus:
+        raise SystemExit("run.device=cuda, but PyTorch finds no GPU; use run.device=cpu or auto")
+    device = torch.device(f"cuda:{local_rank % gpus}" if gpus else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.set_num_threads(run.threads or max(1, (os.cpu_count() or 1) // local_world))
+    if world > 1:
+        for setting in ddp.nccl_env:
+            name, _, value = setting.partition("=")
+            os.environ.setdefault(name, value)
+        backend = ddp.backend if ddp.backend != "auto" else ("nccl" if gpus >= local_world else "gloo")
+        dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))
+    return Team(rank, world, local_rank, local_world, device)
+
+
+def wrap(module, team, ddp):
+    """DistributedDataParallel with the options of the configuration; the module itself in a team of one.
+
+    Freeze parameters before: changing `requires_grad` afterwards fails on the second step.
+    """
+    if team.world == 1:
+        return module
+    wrapped = DistributedDataParallel(
+        module, device_ids=[team.device.index] if team.device.type == "cuda" else None, bucket_cap_mb=ddp.bucket_cap_mb,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view, find_unused_parameters=ddp.find_unused_parameters,
+        static_graph=ddp.static_graph, broadcast_buffers=False)
+    if ddp.fp16_compression:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+class StopRequest:
+    """SIGINT and SIGTERM ask for a stop at the next step boundary; a second signal leaves at once.
+
+    The handler only sets a flag; `team.any(stop.asked)` turns it into a decision of all ranks.
+    """
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number, frame):
+        if self.asked:
+            os._exit(128 + number)
+        self.asked = True
+        os.write(2, b"stop requested: finishing the step and saving (again to leave at once)\n")

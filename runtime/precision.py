@@ -1,0 +1,68 @@
+"""Mixed precision: one autocast context and one loss scaler that does nothing where it is not needed."""
+import contextlib
+
+import torch
+
+TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class HysteresisScaler(torch.amp.GradScaler):
+    """GradScaler that backs off only after `hysteresis` overflows in a row, within [min_scale, max_scale].
+
+    An overflow skips the optimiser step in any case. `agree(flag)` makes the ranks see the same overflows.
+    """
+
+    def __init__(self, device, amp, enabled, agree=bool):
+        super().__init__(device, init_scale=amp.init_scale, growth_factor=amp.growth_factor,
+                         backoff_factor=amp.backoff_factor, growth_interval=amp.growth_interval, enabled=enabled)
+        self.amp, self.agree = amp, agree
+        self.overflows_in_row = self.steps_since_growth = self.overflows = 0
+
+    def update(self, new_scale=None):
+        """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow."""
+        if not self.is_enabled():
+            return False
+        found = [v for state in self._per_optimizer_states.values() for v in state["found_inf_per_device"].values()]
+        overflow = self.agree(sum(float(v) for v in found) > 0)
+        super().update(self._next_scale(overflow))
+        return overflow
+
+    def _next_scale(self, overflow):
+        scale, a = self.get_scale(), self.amp
+        self.overflows += overflow
+        if a.strategy == "static":
+            return scale
+        self.overflows_in_row = self.overflows_in_row + 1 if overflow else 0
+        self.steps_since_growth = 0 if overflow else self.steps_since_growth + 1
+        if self.overflows_in_row >= a.hysteresis:
+            self.overflows_in_row, scale = 0, scale * a.backoff_factor
+        elif self.steps_since_growth >= a.growth_interval:
+            self.steps_since_growth, scale = 0, scale * a.growth_factor
+        return min(max(scale, a.min_scale), a.max_scale)
+
+    def state_dict(self):
+        return {**super().state_dict(), "overflows_in_row": self.overflows_in_row, "overflows": self.overflows,
+                "steps_since_growth": self.steps_since_growth}
+
+    def load_state_dict(self, state):
+        own = {name: state.pop(name) for name in ("overflows_in_row", "overflows", "steps_since_growth") if name in state}
+        super().load_state_dict(state)
+        self.__dict__.update(own)
+
+
+class Precision:
+    """`with precision.autocast():` around the forward pass, and `precision.scaler`. `amp` is configs.AmpConfig."""
+
+    def __init__(self, amp, device, agree=bool):
+        kind = amp.dtype if device.type == "cuda" else "off"
+        if kind == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            kind = "fp16"  # Turing only emulates bf16
+        self.dtype, self.device = TYPES.get(kind), device
+        self.scaler = HysteresisScaler(device.type, amp, enabled=kind == "fp16", agree=agree)
+        why = "as configured" if kind == amp.dtype else ("no GPU" if device.type == "cpu" else "bf16 is emulated on this GPU")
+        self.reason = f"precision: {kind if kind != 'off' else 'float32'} ({why})"
+
+    def autocast(self):
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)

@@ -1,0 +1,151 @@
+"""What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from configs import dump_config, to_dict
+from runtime import checkpoint
+
+
+def run_folder(cfg):
+    """runs/<name>, created, with the resolved configuration in it."""
+    folder = Path(cfg.run.folder) / cfg.run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def save_config(cfg, folder):
+    """Write config.yaml of a run folder."""
+    dump_config(cfg, folder / "config.yaml")
+
+
+def schema(cfg):
+    """What must be equal for weights to mean the same: checked whenever they move between phases or runs."""
+    return {"preset": cfg.model.preset, "features": "nodes9-edges4-globals16-surround14", "future": cfg.data.future,
+            "control_interval": cfg.env.control_interval, "max_commands": cfg.env.max_commands}
+
+
+def first_weights(model, cfg, folder, phases, say):
+    """Start from the first of `phases` that has a checkpoint (phase 1: its best); say loudly when there is none."""
+    for phase in phases:
+        state = checkpoint.load(folder / f"phase{phase}", "best" if phase == 1 else "latest")
+        if state is not None:
+            checkpoint.load_weights(model, state["weights"], schema(cfg), folder / f"phase{phase}")
+            say(f"weights: {folder / f'phase{phase}'} (epoch {state['epoch']})")
+            return
+    say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
+
+
+class Progress:
+    """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
+
+    def __init__(self, cfg, team, folder, model, optimizer, scaler, generator=None):
+        self.cfg, self.team, self.folder = cfg, team, folder
+        self.model, self.optimizer, self.scaler, self.generator = model, optimizer, scaler, generator
+        self.counters = {"epoch": 0, "updates": 0, "batch": 0, "env_steps": 0, "best": math.inf}
+
+    def resume(self):
+        """Continue from the newest complete checkpoint; returns False when there is none."""
+        state = checkpoint.load(self.folder)
+        if state is None:
+            return False
+        checkpoint.load_weights(self.model, state["weights"], schema(self.cfg), self.folder)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.counters.update(state["counters"])
+        ranks = state["ranks"]
+        if len(ranks) == self.team.world:
+            own = ranks[self.team.rank]
+            checkpoint.restore_random_state(own["random"], self.team.device)
+            if self.generator is not None:
+                self.generator.set_state(own["generator"].cpu())
+        else:
+            self.team.say(f"NOTE: saved by {len(ranks)} ranks, continued by {self.team.world}: random states start anew")
+        self.team.say(f"resumed from {self.folder} (epoch {self.counters['epoch']}, {self.counters['updates']} updates)")
+        return True
+
+    def save(self, best=False):
+        """All ranks call this at the same step; the first writes."""
+        own = {"random": checkpoint.random_state(self.team.device)}
+        if self.generator is not None:
+            own["generator"] = self.generator.get_state()
+        ranks = self.team.gather(own)
+        if self.team.is_main:
+            state = {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
+                     "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+                     "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
+                     "config": to_dict(self.cfg)}
+            checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
+        self.team.barrier()
+
+
+def learning_rate(step, total, peak, warmup, floor=0.05):
+    """Linear warm-up over `warmup` steps, then cosine decay to `floor` of the peak at `total`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def set_learning_rate(optimizer, value):
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def rescale_values(controller, team, batch):
+    """Let both value networks adopt the moments of this round's returns (half old, half new after the first)."""
+    for net, name in ((controller.value, "return"), (controller.cost_value, "cost_return")):
+        mean, std = team.moments(batch[name])
+        first = float(net.mean) == 0.0 and float(net.std) == 1.0
+        keep = 0.0 if first else 0.5
+        net.rescale(keep * float(net.mean) + (1 - keep) * mean, keep * float(net.std) + (1 - keep) * std)
+
+
+def mean_logs(team, logs):
+    """Means of scalar tensors over optimiser steps [{name: tensor}] and ranks, as numbers."""
+    names = list(logs[0])
+    local = torch.stack([torch.stack([log[n].detach().double().to(team.device) for n in names]) for log in logs]).mean(0)
+    return {name: total / team.world for name, total in zip(names, team.all_sum(local.tolist()))}
+
+
+def episode_facts(team, facts):
+    """Means over the episodes that ended on all ranks, shield shares, rates and times of one collection."""
+    ended = facts["episodes"]
+    n, returns, ocr, collisions, beyond, commands, clips, emergencies, seconds, infer, wait, steps = team.all_sum([
+        len(ended), *(sum(e[key] for e in ended) for key in ("return", "ocr", "collisions", "overflow")), facts["commands"],
+        facts["clips"], facts["emergencies"], facts["time_collect"], facts["time_infer"], facts["time_wait"], facts["steps"]])
+    result = {"episodes": int(n), "shield_clips": clips / max(commands, 1), "shield_emergencies": emergencies / max(commands, 1),
+              "time_collect": seconds / team.world, "time_infer": infer / team.world, "time_wait": wait / team.world,
+              "env_steps_per_s": steps * team.world / max(seconds, 1e-9)}
+    if n:
+        result.update({"return": returns / n, "ocr": ocr / n, "collisions": int(collisions), "overflow_vehicles": int(beyond)})
+    return result
+
+
+def share_of_workers(rollout, team):
+    """Rollout processes of this rank: the node's workers are divided between its learners."""
+    return max(1, rollout.num_workers // team.local_world) if rollout.num_workers else 0
+
+
+def to_device(batch, device):
+    """Move a dictionary of tensors."""
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+
+def run_script(main, user_errors):
+    """Exit code of `main()`: mistakes of the user become one message and 2, everything else is a traceback and 1."""
+    try:
+        return main() or 0
+    except user_errors as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def seed_everything(seed):
+    """Seed torch's own generator, which initialises weights: equal on every rank."""
+    torch.manual_seed(seed)

@@ -1,0 +1,324 @@
+"""Phases 1 and 3 under DDP.
+
+Phase 1 pretrains the risk GNN and the world model on recorded traffic, first the next state, then the next H states
+and conflicts. Phase 3 improves the controller on live SUMO under a limit on the intervention cost, with the world
+model (auxiliary loss) and the shield's risk head.
+
+    python train_ddp.py --phase 1 --config configs/quick.yaml                           # one process
+    torchrun --nproc_per_node=2 train_ddp.py --phase 1                                  # two GPUs, or two CPU ranks
+    torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train_ddp.py --phase 3
+
+Interrupt it (Ctrl-C) and start it again with the same command: it continues.
+"""
+import contextlib
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from configs import ConfigError
+from configs.command_line import parse
+from data.collect import collect
+from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, identity
+from data.layout import DataError
+from data.preprocess import preprocess
+from env.launch import SumoError
+from env.traffic_env import check_scenario
+from env.workers import WorkerError, make_pool
+from models import objectives
+from models.losses import ConstrainedLoss, WorldModelLoss, prepare
+from models.policy import Driver, TrafficModel
+from runtime.checkpoint import CheckpointError
+from runtime.distributed import StopRequest, start_team, wrap
+from runtime.memory import tree_memory
+from runtime.metrics import Metrics
+from runtime.precision import Precision
+from runtime.rollout import Collector
+from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, rescale_values, run_folder,
+                              run_script, save_config, seed_everything, set_learning_rate, share_of_workers, to_device)
+
+USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
+
+
+def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
+    """One optimiser step from several micro-batches: [(arguments of module.forward)], gradients summed.
+
+    All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. Returns
+    (mean of the logged values, gradient norm, whether the step was skipped because of an overflow).
+    """
+    logs, last = [], len(micro_batches) - 1
+    for i, arguments in enumerate(micro_batches):
+        silent = isinstance(module, DistributedDataParallel) and i != last
+        with module.no_sync() if silent else contextlib.nullcontext():
+            with precision.autocast():
+                loss, log = module(*arguments)
+            precision.scaler.scale(loss).backward()
+        logs.append({"loss": loss.detach(), **{k: v.detach() for k, v in log.items() if v.dim() == 0}})
+    precision.scaler.unscale_(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    if not precision.scaler.is_enabled() and not torch.isfinite(norm):  # after all-reduce: the same on every rank
+        raise FloatingPointError(f"gradient norm {float(norm)}, losses {({k: float(v) for k, v in logs[-1].items()})}; "
+                                 "the step was not taken")
+    precision.scaler.step(optimizer)
+    skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
+    optimizer.zero_grad(set_to_none=True)
+    return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped
+
+
+# ---- phase 1: world model on recorded traffic ------------------------------------------------------------------
+
+def phase1(cfg, team, stop):
+    """Train risk GNN and world model; controller and shield stay frozen."""
+    p, folder = cfg.phase1, run_folder(cfg)
+    open_data(cfg, team)
+    train, held_out = (ChunkedDataset(cfg.data.folder, split) for split in ("train", "held_out"))
+    sampler = BlockSampler(len(train), p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last)
+    per_epoch = len(sampler) // p.accumulation
+    if not per_epoch:
+        raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one optimiser step of {team.world} ranks x "
+                        f"{p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
+    team.say(f"phase 1: {len(train)} training and {len(held_out)} held-out samples; global batch {team.world} ranks x "
+             f"{p.batch_size} x accumulation {p.accumulation} = {team.world * p.batch_size * p.accumulation}")
+    model = TrafficModel(cfg)
+    model.set_statistics(train.statistics)
+    model.freeze("controller", "safety_shield")
+    model.to(team.device)
+    team.say(model.describe())
+    precision = Precision(p.amp, team.device, team.any)
+    team.say(precision.reason)
+    optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
+    progress = Progress(cfg, team, folder / "phase1", model, optimizer, precision.scaler)
+    progress.resume()
+    c, metrics = progress.counters, Metrics(folder, 1, team.is_main)
+    metrics.drop_after(c["epoch"])
+    loader = make_loader(train, sampler, p.loader, team)
+    module, stage = None, None
+    while c["epoch"] < p.epochs:
+        if stage != (1 if c["epoch"] < p.stage1_epochs else 2):
+            stage = 1 if c["epoch"] < p.stage1_epochs else 2
+            for q in model.world_model.stage2_parameters():
+                q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
+            module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
+        sampler.epoch, sampler.skip = c["epoch"], c["batch"]
+        start, log = time.perf_counter(), train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
+        if log is None:
+            return
+        facts = validate(cfg, team, module, held_out, stage)
+        c["epoch"], c["batch"] = c["epoch"] + 1, 0
+        best = stage == 2 and facts["loss_held_out"] < c["best"]
+        c["best"] = facts["loss_held_out"] if best else c["best"]
+        metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
+                       memory_mb=sum(tree_memory().values()), time_learn=time.perf_counter() - start)
+        progress.save(best)
+    team.say(f"phase 1 finished: {folder / 'phase1'}")
+
+
+def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch):
+    """The rest of one epoch. Returns its means, or None after a stop request, when everything is saved."""
+    p, c, window, logs, start, samples = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0
+    for batch in loader:
+        window.append(prepare(to_device(batch, team.device), cfg.data.future))
+        if len(window) < p.accumulation:
+            continue  # a short window at the end of an epoch is dropped like a short batch
+        count = team.all_sum([sum(int(w["target_valid"].sum()) for w in window)])[0]
+        set_learning_rate(progress.optimizer, learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps))
+        log, norm, skipped = optimiser_step(module, [(w, max(count, 1) / team.world) for w in window], progress.optimizer,
+                                            precision, p.clip_norm)
+        logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
+        samples += team.world * p.batch_size * len(window)
+        c["updates"], c["batch"], window = c["updates"] + (not skipped), c["batch"] + p.accumulation, []
+        if team.any(stop.asked):
+            progress.save()
+            team.say(f"stopped and saved in epoch {c['epoch'] + 1}; the same command continues")
+            return None
+    if not logs:  # stopped exactly at the end of this epoch
+        return {}
+    return {**mean_logs(team, logs), "samples_per_s": samples / (time.perf_counter() - start),
+            "loss_scale": precision.scaler.get_scale(), "lr": progress.optimizer.param_groups[0]["lr"]}
+
+
+def validate(cfg, team, module, held_out, stage):
+    """Held-out losses and errors against "constant velocity"; every rank takes its share of the samples."""
+    inner, horizon, sums = getattr(module, "module", module), cfg.data.future, torch.zeros(12, dtype=torch.float64)
+    for begin in range(team.rank * 32, len(held_out), team.world * 32):
+        samples = held_out.__getitems__(range(begin, min(begin + 32, len(held_out))))
+        batch = prepare(to_device(samples, team.device), horizon)
+        with torch.no_grad():
+            loss, out = inner(batch, 1.0)
+        sums += errors(out, batch, cfg.env.control_interval, loss, stage).cpu()
+    s = team.all_sum(sums.tolist())
+    root = lambda total, n: (total / max(n, 1)) ** 0.5  # noqa: E731
+    facts = {"loss_held_out": s[0] / max(s[1], 1), "rmse_position": root(s[2], s[6]), "rmse_speed": root(s[3], s[6]),
+             "rmse_position_cv": root(s[4], s[6]), "rmse_speed_cv": root(s[5], s[6]), "conflict_rate": s[10] / max(s[1], 1)}
+    if stage == 2:
+        facts.update(rmse_position_h=root(s[7], s[9]), rmse_position_h_cv=root(s[8], s[9]),
+                     loss_conflict=s[11] / max(s[1], 1))
+    return facts
+
+
+def errors(out, batch, interval, loss, stage):
+    """Sums for `validate`: loss, valid targets, squared errors of model and "constant velocity", conflicts."""
+    valid, target, speed = batch["target_valid"], batch["states"], batch["speed"]
+    square = lambda x, where: (x[where].double() ** 2).sum()  # noqa: E731
+    now, last = valid[..., 0], valid[..., -1]
+    steady = torch.stack([speed * interval, speed], -1)
+    result = [loss.double(), valid.sum(), *(square((out["next"] - target[..., 0, :])[..., i], now) for i in (0, 1)),
+              *(square((steady - target[..., 0, :])[..., i], now) for i in (0, 1)), now.sum()]
+    if stage == 2:
+        ahead = target.shape[-2] * interval
+        result += [square(out["states"][..., -1, 0] - target[..., -1, 0], last),
+                   square(speed * ahead - target[..., -1, 0], last), last.sum(), batch["conflicts"][valid].sum(),
+                   objectives.conflict_loss(out["conflict"], batch["conflicts"], valid, 1.0)]
+    else:
+        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum(), torch.zeros(())]
+    return torch.stack([torch.as_tensor(r, dtype=torch.float64).cpu() for r in result])
+
+
+def open_data(cfg, team):
+    """Collect and preprocess on the first rank what is missing; the others wait."""
+    if team.is_main:
+        collect(cfg)
+        preprocess(cfg)
+    team.barrier()
+
+
+def make_loader(dataset, sampler, options, team):
+    """DataLoader with the options of the configuration; `__getitems__` gives whole batches."""
+    more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers} if options.num_workers else {}
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
+                      pin_memory=options.pin_memory and team.device.type == "cuda", **more)
+
+
+# ---- phase 3: constrained optimisation on live SUMO ------------------------------------------------------------
+
+def phase3(cfg, team, stop):
+    """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
+    p, folder = cfg.phase3, run_folder(cfg)
+    check_scenario(cfg, folder / "scenario")
+    model = TrafficModel(cfg)
+    first_weights(model, cfg, folder, (2, 1), team.say)
+    model.freeze("risk_gnn")
+    model.to(team.device)
+    team.say(model.describe())
+    model.safety_shield.risk_trained.fill_(True)
+    precision = Precision(p.amp, team.device, team.any)
+    team.say(precision.reason)
+    optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
+    generator = torch.Generator(team.device).manual_seed(cfg.run.seed * 1000 + 3 * 100 + team.rank)
+    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, generator)
+    c = progress.counters
+    c["multiplier"] = p.multiplier_init
+    progress.resume()
+    metrics = Metrics(folder, 3, team.is_main)
+    metrics.drop_after(c["epoch"])
+    module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
+    workers = share_of_workers(cfg.rollout, team)
+    with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
+        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
+        collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
+        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; global batch "
+                 f"{team.world} x {p.batch_size} x accumulation {p.accumulation} = "
+                 f"{team.world * p.batch_size * p.accumulation} sequences of {p.sequence_length} steps")
+        boundary = True
+        while c["epoch"] < p.epochs:
+            if boundary or c["epoch"] % p.checkpoint_every == 0:
+                collector.begin(c["epoch"])
+            batch, facts = collector.collect(p.fragment_length, generator)
+            start = time.perf_counter()
+            limit = objectives.limit_at(c["epoch"], p.limit_start, p.limit_end, p.limit_epochs)
+            sequences, summary = make_sequences(cfg, team, batch, c["multiplier"])
+            log = learn_constrained(cfg, team, progress, module, sequences, precision)
+            c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + summary.pop("steps")
+            metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
+                           **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
+                           time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
+            c["multiplier"] = objectives.dual_ascent(c["multiplier"], summary["c_int"], limit, p.multiplier_lr, p.multiplier_max)
+            asked = team.any(stop.asked)
+            boundary = asked or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
+            if boundary:
+                progress.save(best=True)
+            if asked and c["epoch"] < p.epochs:
+                return team.say(f"stopped and saved after epoch {c['epoch']}; the same command continues")
+    team.say(f"phase 3 finished: {folder / 'phase3'}")
+
+
+def advantages(cfg, team, batch, price):
+    """GAE of reward and cost, combined at `price` per C_int and normalised over all ranks; also rescales the values.
+
+    Returns (advantage, return, cost return), each [T, E].
+    """
+    ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
+    reward = objectives.gae(batch["reward"], batch["value"], batch["next_value"], batch["terminated"], batch["ended"],
+                            ppo.gamma, ppo.gae_lambda)
+    cost = objectives.gae(batch["cost"], batch["cost_value"], batch["next_cost_value"], batch["terminated"], batch["ended"],
+                          ppo.gamma, ppo.gae_lambda)
+    combined = objectives.combined_advantage(reward[0], cost[0], per_step)
+    return objectives.normalise(combined, *team.moments(combined)), reward[1], cost[1]
+
+
+def make_sequences(cfg, team, batch, multiplier):
+    """Cut a rollout [T, E, ...] into training sequences [S, L, ...] with targets; and its facts, over all ranks."""
+    p, steps = cfg.phase3, len(batch["reward"])
+    by_env = {name: value.transpose(0, 1) for name, value in batch.items()}  # [E, T, ...]
+    pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731  nobody is there afterwards
+    speed = by_env["nodes"][..., 2].float()
+    states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
+                                                         pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
+    advantage, returns, cost_returns = advantages(cfg, team, batch, multiplier)
+    by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
+                  cost_return=cost_returns.T, **{"return": returns.T})
+    names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane", "release",
+             "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts", "speed")
+    sequences = {name: by_env[name].unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
+                 for name in names}
+    before = by_env["before"].flatten(0, 1)
+    sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
+    icvs = by_env["icv"].sum(-1).float().clamp(min=1)
+    active = by_env["pick_valid"]
+    effort, present, reward, n, released, picks = team.all_sum([
+        float((by_env["cost"] * icvs).sum()), float(icvs.sum()), float(batch["reward"].sum()), batch["reward"].numel(),
+        float((by_env["release"] & active).sum()), float(active.sum())])
+    return sequences, {"c_int": effort / present, "reward": reward / n, "steps": n, "released": released / max(picks, 1)}
+
+
+def learn_constrained(cfg, team, progress, module, sequences, precision):
+    """Several passes over the epoch's sequences; returns the means for the log."""
+    p, c, window, logs = cfg.phase3, progress.counters, [], []
+    rescale_values(progress.model.controller, team, sequences)
+    stream = StreamingDataset(sequences, min(p.batch_size, len(sequences["before"])), p.passes,
+                              cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
+    for batch in DataLoader(stream, batch_size=None):
+        window.append({name: value.float() if value.dtype == torch.float16 else value
+                       for name, value in to_device(batch, team.device).items()})
+        if len(window) < p.accumulation:
+            continue
+        set_learning_rate(progress.optimizer, learning_rate(c["updates"], 10 ** 9, p.lr, p.warmup_steps))
+        counts = team.all_sum([sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))])
+        counts = [max(n, 1) / team.world for n in counts]
+        log, norm, skipped = optimiser_step(module, [(w, counts) for w in window], progress.optimizer, precision, p.clip_norm)
+        logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
+        c["updates"], window = c["updates"] + (not skipped), []
+    return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}
+
+
+@record
+def main():
+    options = parse(__doc__, add=lambda q: q.add_argument("--phase", type=int, choices=(1, 3), required=True))
+    cfg, stop = options.config, StopRequest()
+    team = start_team(cfg.run, cfg.ddp)
+    try:
+        seed_everything(cfg.run.seed)
+        if team.is_main:
+            save_config(cfg, run_folder(cfg))
+        {1: phase1, 3: phase3}[options.phase](cfg, team, stop)
+    finally:
+        team.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
