@@ -4,8 +4,9 @@ import argparse
 from configs.loader import ConfigError, load_config
 
 
-def parse(doc, arguments=None, add=None):
-    """Parsed arguments with `.config`, the resolved Config. `add(parser)` adds a script's own options.
+def parse(doc, arguments=None, add=None, load=True):
+    """Parsed arguments with `.config`, the resolved Config (unless `load` is off). `add(parser)` adds a script's own
+    options.
 
     Raises ConfigError for a wrong configuration; argparse itself exits with 2 for wrong options.
     """
@@ -22,7 +23,7 @@ def parse(doc, arguments=None, add=None):
     if any("=" not in text for text in options.overrides):
         raise ConfigError(f"command line: {options.overrides!r}: expected section.key=value")
     options.config_file = options.config
-    options.config = load_config(options.config_file, options.overrides)
+    options.config = load_config(options.config_file, options.overrides) if load else None
     return options
 
 

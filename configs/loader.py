@@ -20,17 +20,18 @@ class ConfigError(Exception):
     """The user's configuration is wrong; the message is one line per mistake."""
 
 
-def load_config(path="configs/default.yaml", overrides=()):
-    """Config from a YAML file (with its bases) and `section.key=value` overrides.
+def load_config(path="configs/default.yaml", overrides=(), source=None):
+    """Config from a YAML file (with its bases) and `section.key=value` overrides; `path` may also be a tree as
+    `to_dict` gives it, then `source` names where it comes from.
 
     Raises ConfigError listing every mistake as file, dotted key, value, expected type and closest valid key.
     """
     config, errors = Config(), []
-    for source, tree in _layers(Path(path)):
-        _merge(config, tree, source, "", errors)
+    for name, tree in [(source, path)] if isinstance(path, dict) else _layers(Path(path)):
+        _merge(config, tree, name, "", errors)
     for text in overrides:
         _merge(config, _override_tree(text, errors), "command line", "", errors)
-    errors = errors or _cross_checks(config, path)
+    errors = errors or _cross_checks(config, source or path)
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -43,11 +44,7 @@ def to_dict(config):
 
 def from_dict(tree, source="saved config"):
     """Config from `to_dict`'s output; raises ConfigError like `load_config`."""
-    config, errors = Config(), []
-    _merge(config, tree, source, "", errors)
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return config
+    return load_config(tree, source=source)
 
 
 def dump_config(config, path):

@@ -29,13 +29,14 @@ def random(observation, k, rng):
 
 
 def lane_advice(observation, k, rng, reach=314.0):
-    """ICVs in the right lane within `reach` m before a merge with traffic on the joining road move left."""
+    """ICVs in the right lane within `reach` m before a merge with traffic on the joining road move left; their drivers
+    keep the speed."""
     near = observation["surround"]
     wants = (observation["icv"] > 0) & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
         near[:, MERGE_DISTANCE] < reach) & (near[:, MERGE_VEHICLES] >= 1)
     chosen = np.flatnonzero(wants)
     chosen = chosen[np.argsort(near[chosen, MERGE_DISTANCE], kind="stable")][:k]
-    return _commands(observation, k, chosen, np.zeros(len(chosen)), np.full(len(chosen), LEFT))
+    return _commands(observation, k, chosen, np.full(len(chosen), np.nan), np.full(len(chosen), LEFT))
 
 
 def follower_stopper(observation, k, rng, floor=15.0):

@@ -83,7 +83,8 @@ class TrafficEnv(gymnasium.Env):
         return self.command(action["slot"], accel, action["lane"], np.asarray(action["brake"], float) * MAX_BRAKE)
 
     def command(self, slot, accel, lane, brake):
-        """`step` in physical units: accel and brake in m/s^2, each argument of length K."""
+        """`step` in physical units: accel and brake in m/s^2, each argument of length K; accel NaN leaves the speed to
+        SUMO's driver (lane advice only)."""
         commands, cost = self._commands(slot, accel, lane, brake)
         self._advance(commands)
         self.steps += 1
@@ -139,14 +140,13 @@ class TrafficEnv(gymnasium.Env):
                 continue
             seen.add(slot)
             accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
-            if not np.isfinite(accel):
-                raise ValueError(f"acceleration {accel} commanded to slot {slot}")
             name = self.names[slot]
             if name not in self.moded:
                 commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
                 self.moded.add(name)
-            commands.append(sumo.accelerate(name, accel, e.control_interval))
-            effort += abs(accel)
+            if not np.isnan(accel):
+                commands.append(sumo.accelerate(name, accel, e.control_interval))
+                effort += abs(accel)
             target = self.lane_number[slot] + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
             if lane != KEEP:
                 effort += 5.0

@@ -8,9 +8,8 @@ acceleration and lane changes where it foresees a conflict.
 import torch
 from torch import nn
 
-from models.controller import KEEP, LEFT, SURROUND_FEATURES
+from models.controller import KEEP, LEFT, SURROUND_FEATURES, SURROUND_MEAN, SURROUND_STD
 from models.presets import Normalizer, mlp
-from models.controller import SURROUND_MEAN, SURROUND_STD
 
 NONE, CLIPPED, LANE_VETO, EMERGENCY, RISK = 0, 1, 2, 4, 8  # reasons; several add up
 REASONS = {CLIPPED: "clipped", LANE_VETO: "lane veto", EMERGENCY: "emergency", RISK: "risk"}
@@ -45,7 +44,8 @@ class SafetyShield(nn.Module):
         return self.risk_head(torch.cat([flow.float(), risk.float(), self.surround(surround)], -1)).squeeze(-1).float()
 
     def forward(self, accel, lane, speed, surround, risk_logit=None):
-        """Commands [..., K] (m/s^2; lane 0 left, 1 keep, 2 right), speed [..., K] m/s, surround [..., K, 14].
+        """Commands [..., K] (m/s^2, NaN = SUMO's driver keeps the speed; lane 0 left, 1 keep, 2 right), speed [..., K]
+        m/s, surround [..., K, 14].
 
         Returns (acceleration, lane, brake, reason): brake above 0 (m/s^2) replaces the acceleration where even the
         strongest ordinary braking would not do; reason is a sum of the codes above.
@@ -54,6 +54,7 @@ class SafetyShield(nn.Module):
         if not self.cfg.enabled:
             return accel, lane, torch.zeros_like(accel), reason
         limit, danger = self.limits(speed, surround)
+        danger = danger & ~torch.isnan(accel)
         safe = torch.minimum(accel, limit)
         safe = torch.where(danger, safe.clamp(max=-self.cfg.emergency_decel), safe)
         reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger

@@ -69,14 +69,15 @@ def load(folder, which="latest", device="cpu"):
     damages = []
     for step in steps:
         try:
-            return _load_step(step, device)
+            return load_step(step, device)
         except CheckpointError as error:
             damages.append(str(error))
             print(f"DAMAGED CHECKPOINT: {error}; trying the one before it", flush=True)
     raise CheckpointError("no usable checkpoint left:\n  " + "\n  ".join(damages))
 
 
-def _load_step(step, device):
+def load_step(step, device="cpu"):
+    """The state of one checkpoint folder; CheckpointError names the file that is missing, damaged or refused."""
     try:
         manifest = json.loads((step / "manifest.json").read_text())
         expected = manifest["files"]["state.pt"]

@@ -1,0 +1,186 @@
+"""The whole pipeline: collect -> preprocess -> phase 1 -> phase 2 -> phase 3 -> evaluate -> report.
+
+    python coordinator.py --config configs/quick.yaml              # laptop, 2 cores, no GPU
+    python coordinator.py                                          # the target machine, 2 GPUs
+    python coordinator.py --config configs/quick.yaml --from-phase 2        (again from phase 2 on)
+    python coordinator.py --config configs/quick.yaml --only evaluate
+
+Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from configs import ConfigError
+from configs.command_line import parse
+from env.launch import die_with_parent
+from runtime.memory import PeakMemory
+
+ROOT = Path(__file__).resolve().parent
+STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
+BAD_INPUT = 2
+
+
+class Stop:
+    """Passes SIGINT and SIGTERM on to the running step, once, as SIGTERM; a second one kills it."""
+
+    def __init__(self):
+        self.asked, self.child = False, None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number, frame):
+        again, self.asked = self.asked, True
+        if self.child is not None and self.child.poll() is None:
+            os.killpg(self.child.pid, signal.SIGKILL) if again else self.child.send_signal(signal.SIGTERM)
+
+
+def resource_plan(cfg):
+    """{step: {"processes", "threads", "rollout_workers", "environments", "gpus"}} for this machine."""
+    probe = subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True)
+    if probe.returncode:
+        raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
+    cores, gpus = len(os.sched_getaffinity(0)), int(probe.stdout) if cfg.run.device != "cpu" else 0
+    ranks = cfg.coordinator.nproc or max(gpus, 1)
+    rollout = {"rollout_workers": cfg.rollout.num_workers, "environments": cfg.rollout.num_workers * cfg.rollout.num_envs_per_worker}
+    plan = {"collect": {"processes": cfg.data.processes, "threads": 1},
+            "preprocess": {"processes": 1, "threads": 1},
+            "phase1": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus},
+            "phase2": {"processes": max(gpus, 1), "threads": max(1, cores // max(gpus, 1)), "gpus": gpus, **rollout},
+            "phase3": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus, **rollout},
+            "evaluate": {"processes": 1, "threads": 1, "rollout_workers": cfg.evaluate.workers, "environments": cfg.evaluate.workers},
+            "report": {"processes": 1, "threads": 1}}
+    columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
+    print(f"resource plan ({cores} cores, {gpus} GPUs):\n  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
+    for step, row in plan.items():
+        print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
+    return plan
+
+
+def command_of(step, options, folder, plan):
+    """The command line of one step."""
+    shared = ["--config", options.config_file, *options.overrides]
+    python = [sys.executable]
+    if step in ("collect", "preprocess"):
+        return [*python, "-m", f"data.{step}", *shared]
+    if step in ("phase1", "phase3"):
+        ranks = plan[step]["processes"]
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        return [*python, *launcher, str(ROOT / "train_ddp.py"), "--phase", step[-1], *shared]
+    if step == "phase2":
+        return [*python, str(ROOT / "train_rl.py"), *shared]
+    if step == "evaluate":
+        return [*python, str(ROOT / "evaluate.py"), *shared, "--checkpoint", str(folder), "--out", str(folder / "evaluation.json")]
+    return [*python, "-m", "runtime.report", str(folder)]
+
+
+def run_step(step, command, threads, stop):
+    """Run one step in a process group of its own; returns its exit code."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    print(f"\n==== {step}: {' '.join(command)}", flush=True)
+    stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
+    code = stop.child.wait()
+    stop.child = None
+    return code
+
+
+def with_retries(step, command, threads, retries, stop):
+    """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself."""
+    for attempt in range(retries + 1):
+        code = run_step(step, command, threads, stop)
+        if code in (0, BAD_INPUT) or stop.asked:
+            return code
+        if attempt < retries:
+            print(f"{step} failed with exit code {code}: trying again from its last checkpoint ({attempt + 1}/{retries})", flush=True)
+    return code
+
+
+def steps_to_run(options, state, folder):
+    """The steps that this call must run; forgets what `--from-phase` and `--only` ask to repeat."""
+    if options.only:
+        return [options.only]
+    if options.from_phase:
+        first = STEPS.index(f"phase{options.from_phase}")
+        for step in STEPS[first:]:
+            state["steps"].pop(step, None)
+            set_aside(folder / step)
+    todo = []
+    for step in STEPS:  # whatever follows a repeated step is repeated too
+        if todo or state["steps"].get(step, {}).get("status") != "done":
+            todo.append(step)
+    return todo
+
+
+def set_aside(path):
+    """Rename an old phase folder, so that the phase starts again and nothing is lost."""
+    if path.is_dir():
+        number = 1
+        while path.with_name(f"{path.name}.old{number}").exists():
+            number += 1
+        path.rename(path.with_name(f"{path.name}.old{number}"))
+        print(f"kept the old {path} as {path.name}.old{number}")
+
+
+def save_state(folder, state):
+    temporary = folder / ".state.json"
+    temporary.write_text(json.dumps(state, indent=1))
+    os.replace(temporary, folder / "state.json")
+
+
+def add_options(parser):
+    parser.add_argument("--from-phase", type=int, choices=(1, 2, 3), help="run this phase and all that follows again")
+    parser.add_argument("--only", choices=STEPS, help="run one step only")
+
+
+def pipeline(options, stop):
+    """Run what is missing; returns the exit code."""
+    cfg = options.config
+    folder = Path(cfg.run.folder) / cfg.run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    state_file = folder / "state.json"
+    state = json.loads(state_file.read_text()) if state_file.exists() else {"steps": {}}
+    plan, begun = resource_plan(cfg), time.time()
+    state.update(command=" ".join(sys.argv), plan=plan)
+    for step in steps_to_run(options, state, folder):
+        start = time.time()
+        state["steps"][step] = {"status": "running"}
+        save_state(folder, state)
+        code = with_retries(step, command_of(step, options, folder, plan), plan[step]["threads"], cfg.coordinator.retries, stop)
+        status = "stopped" if stop.asked else "failed" if code else "done"
+        state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
+        save_state(folder, state)
+        if status == "stopped":
+            print(f"\nstopped in {step}; everything is saved, the same command continues")
+            return 0
+        if code:
+            print(f"\n{step} failed with exit code {code}; mend the cause and use the same command again", file=sys.stderr)
+            return code
+    print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}" for step, facts in state["steps"].items()))
+    print(f"done in {time.time() - begun:.0f} s: {folder / 'evaluation.json'}, {folder / 'report.html'}")
+    return 0
+
+
+def main():
+    try:
+        options = parse(__doc__, add=add_options)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    memory = PeakMemory()
+    memory.start()
+    try:
+        return pipeline(options, Stop())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    finally:
+        print(memory.stop(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""One HTML file about a run that needs no network: scores, learning curves, settings, versions.
+
+    python -m runtime.report runs/quick
+"""
+import html
+import json
+import sys
+from pathlib import Path
+
+from runtime.checkpoint import versions
+from runtime.metrics import VOCABULARY, read_metrics
+
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color-scheme:light dark}
+table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884}
+td:first-child,th:first-child{text-align:left}svg{width:100%;max-width:28rem;height:auto}figure{display:inline-block;margin:.5rem}
+pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
+SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
+          "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
+CURVES = {1: (("rmse_position", "rmse_position_cv"), ("loss_held_out",)), 2: (("return",), ("c_int",)),
+          3: (("c_int", "limit"), ("multiplier",), ("reward",))}
+
+
+def build_report(folder):
+    """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
+    folder, parts = Path(folder), []
+    if (folder / "evaluation.json").exists():
+        parts += score_section(json.loads((folder / "evaluation.json").read_text()))
+    if (folder / "metrics.jsonl").exists():
+        parts += curve_sections(read_metrics(folder / "metrics.jsonl"))
+    if (folder / "state.json").exists():
+        state = json.loads((folder / "state.json").read_text())
+        parts += ["<h2>Steps</h2>", grid(["step", "status", "seconds"], [
+            [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]),
+            f"<p>Command: <code>{html.escape(state['command'])}</code></p>"]
+    parts += ["<h2>Versions</h2>", grid(["package", "version"], list(versions().items()))]
+    if (folder / "config.yaml").exists():
+        parts += ["<h2>Configuration</h2>", f"<pre>{html.escape((folder / 'config.yaml').read_text())}</pre>"]
+    page = (f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+            f"<title>{html.escape(folder.name)}</title><style>{STYLE}</style><h1>{html.escape(folder.name)}</h1>"
+            + "\n".join(parts) + "</html>")
+    (folder / "report.html").write_text(page)
+    return folder / "report.html"
+
+
+def score_section(result):
+    """The score table: mean +- 95 % interval by controller."""
+    names = list(result["summary"])
+    rows = [[key, *(cell(result["summary"][n].get(key)) for n in names)] for key in SCORES]
+    return [f"<h2>Scores</h2><p>{html.escape(result['scenario'])}, {len(result['seeds'])} held-out seeds paired with the same traffic "
+            f"without control, SUMO {result['sumo_version']}; mean ± 95 % interval.</p>", grid(["", *names], rows)]
+
+
+def cell(value):
+    if not value or value["mean"] is None:
+        return "–"
+    return f"{value['mean']:.3g}" + ("" if value["ci95"] is None else f" ± {value['ci95']:.2g}")
+
+
+def grid(head, rows):
+    """An HTML table."""
+    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+    return "<table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table>"
+
+
+def curve_sections(rows):
+    parts = []
+    for phase, groups in CURVES.items():
+        mine = [r for r in rows if r["phase"] == phase]
+        if mine:
+            parts.append(f"<h2>Phase {phase}</h2>" + "".join(curve(mine, names) for names in groups))
+    return parts
+
+
+def curve(rows, names, width=420, height=180, left=58):
+    """A line chart of some metrics over epochs as inline SVG."""
+    series = {n: [(r["epoch"], r[n]) for r in rows if r.get(n) is not None] for n in names}
+    points = [p for line in series.values() for p in line]
+    if not points:
+        return ""
+    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*points))
+    x1, y1 = max(x1, x0 + 1), y1 if y1 > y0 else y0 + 1
+    place = lambda x, y: f"{left + (x - x0) / (x1 - x0) * (width - left - 8):.1f},{height - 24 - (y - y0) / (y1 - y0) * (height - 36):.1f}"  # noqa: E731,E501
+    colours = ("#2a7de1", "#e1752a", "#2aa45c")
+    body = "".join(f"<polyline fill=none stroke={c} stroke-width=2 points='{' '.join(place(*p) for p in line)}'/>"
+                   for c, line in zip(colours, series.values()))
+    labels = (f"<text x=2 y=16 font-size=11 fill=currentColor>{y1:.3g}</text><text x=2 y={height - 24} font-size=11 fill=currentColor>"
+              f"{y0:.3g}</text><text x={left} y={height - 6} font-size=11 fill=currentColor>epoch {x0} to {x1}</text>")
+    axis = f"<path d='M{left} 8V{height - 22}H{width - 8}' fill=none stroke=currentColor opacity=.4 />"
+    names_text = ", ".join(f"<span style='color:{c}'>{n}</span> ({html.escape(VOCABULARY[n])})" for c, n in zip(colours, series))
+    return f"<figure><svg viewBox='0 0 {width} {height}'>{axis}{body}{labels}</svg><figcaption>{names_text}</figcaption></figure>"
+
+
+def main():
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        print("usage: python -m runtime.report RUN_FOLDER (an existing folder)", file=sys.stderr)
+        return 2
+    print(f"report: {build_report(sys.argv[1])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
