@@ -100,15 +100,17 @@ def _samples(env, cfg, controller, seed, episode, count, rng):
     """Yield up to `count` samples, evenly spread over the episode."""
     length = cfg.data.history + cfg.data.future
     steps = int(cfg.env.horizon_s / cfg.env.control_interval)
-    wanted = set(np.linspace(length, steps, count).astype(int).tolist())
-    frames = deque(maxlen=length)
+    wanted = np.linspace(length, steps, count).astype(int)
+    frames, taken = deque(maxlen=length), 0
     observation, _ = env.reset(seed=seed)
     for step in range(1, steps + 1):
         frames.append((env.ids, env.scene, observation["globals"], env.k, env.time))
-        if step in wanted and len(frames) == length:
+        while taken < count and step >= wanted[taken] and len(frames) == length:
             sample = cut_sample(frames, cfg.data, env.road.extent, rng)
-            if sample:
-                yield {"episode": episode, **sample}
+            if sample is None:  # too few vehicles yet: made up for at the next steps
+                break
+            taken += 1
+            yield {"episode": episode, **sample}
         command = controller(observation, cfg.env.max_commands, rng)
         observation, _, _, truncated, _ = env.command(*command)
         if truncated:

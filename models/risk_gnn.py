@@ -43,7 +43,7 @@ class RiskAttention(nn.Module):
         b, h, n, _ = q.shape
         mask = q.new_full((b, h, n, n + 1), float("-inf"))
         mask.scatter_(3, neighbours[:, None].expand(-1, h, -1, -1), bias.to(q.dtype))  # column N swallows "none"
-        mask = mask[..., :n] + torch.zeros((), device=q.device, dtype=q.dtype)
+        mask = mask[..., :n]
         mask.diagonal(dim1=2, dim2=3).zero_()
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 

@@ -1,4 +1,5 @@
 """The same names with and without torchrun: who am I, how many are we, and decisions that all ranks take together."""
+import inspect
 import os
 import signal
 from dataclasses import dataclass
@@ -91,10 +92,13 @@ def wrap(module, team, ddp):
     """
     if team.world == 1:
         return module
+    # Buffers are equal on all ranks and change only between steps; the option's name differs between PyTorch releases.
+    names = inspect.signature(DistributedDataParallel.__init__).parameters
+    no_broadcast = {"forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         module, device_ids=[team.device.index] if team.device.type == "cuda" else None, bucket_cap_mb=ddp.bucket_cap_mb,
         gradient_as_bucket_view=ddp.gradient_as_bucket_view, find_unused_parameters=ddp.find_unused_parameters,
-        static_graph=ddp.static_graph, broadcast_buffers=False)
+        static_graph=ddp.static_graph, **no_broadcast)
     if ddp.fp16_compression:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return wrapped
