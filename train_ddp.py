@@ -67,7 +67,8 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     precision.scaler.step(optimizer)
     skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
     optimizer.zero_grad(set_to_none=True)
-    return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped
+    means = ("kl", "clip_share")  # everything else is a part of a sum
+    return {n: sum(log[n] for log in logs) / (len(logs) if n in means else 1) for n in logs[0]}, norm, skipped
 
 
 # ---- phase 1: world model on recorded traffic ------------------------------------------------------------------

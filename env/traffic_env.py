@@ -14,6 +14,7 @@ from env.scenarios import build_scenario
 from env.score import EpisodeTotals
 
 LEFT, KEEP, RIGHT = 0, 1, 2
+SPEED = graph.NODE.index("speed")
 MAX_BRAKE = 9.0  # m/s^2, what the shield may ask for
 ACCEL_LOW, ACCEL_HIGH = -3.0, 2.0  # m/s^2
 
@@ -145,7 +146,10 @@ class TrafficEnv(gymnasium.Env):
                 commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
                 self.moded.add(name)
             if not np.isnan(accel):
-                commands.append(sumo.accelerate(name, accel, e.control_interval))
+                # SUMO spreads the change of speed over the whole duration, even when the vehicle stands before: ask
+                # for braking only as long as it takes to stop.
+                stop = self.observation["nodes"][slot, SPEED] / -accel if accel < 0 else e.control_interval
+                commands.append(sumo.accelerate(name, accel, min(e.control_interval, max(stop, e.step_length))))
                 effort += abs(accel)
             target = self.lane_number[slot] + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
             if lane != KEEP:

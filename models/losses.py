@@ -3,7 +3,6 @@
 Calling a method of the wrapped model instead would bypass DDP's hooks and leave gradients unsynchronised.
 Every `count` is the global number of valid items divided by the number of ranks, because DDP averages over ranks.
 """
-import torch
 from torch import nn
 
 from models import objectives
@@ -76,7 +75,7 @@ def ppo_terms(controller, candidates, valid, scene, batch, ppo, count):
     bonus = entropy.sum() / count
     loss = policy + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
     return loss, {"loss_policy": policy.detach(), "loss_value": value.detach(), "loss_cost_value": cost_value.detach(),
-                  "entropy": bonus.detach(), "kl": kl / count, "clip_share": clipped / count / controller.k}
+                  "entropy": bonus.detach(), "kl": kl, "clip_share": clipped}
 
 
 class ConstrainedLoss(nn.Module):

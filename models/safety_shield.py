@@ -71,8 +71,11 @@ class SafetyShield(nn.Module):
     def limits(self, speed, surround):
         """(highest acceleration that level 1 allows, whether level 2 acts), each shaped as `speed`."""
         c, gap, lead_speed = self.cfg, surround[..., LEAD_GAP], surround[..., LEAD_SPEED]
-        target = safe_next_speed(gap - c.min_gap_m, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
-        by_gap = (target - speed) / self.interval
+        free = gap - c.min_gap_m
+        target = safe_next_speed(free, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
+        # Where the vehicle must stand before the interval is over, reaching 0 at its end would be too late.
+        way = (free + lead_speed ** 2 / (2 * c.leader_decel)).clamp(min=1e-3)
+        by_gap = torch.where(way < speed * self.interval / 2, -speed ** 2 / (2 * way), (target - speed) / self.interval)
         by_speed = c.comfort_accel * (1 - speed / c.max_speed).clamp(min=0)
         closing, open_gap = speed - lead_speed, gap.clamp(min=0)
         danger = ((closing > 0.1) & (open_gap < c.ttc_s * closing)) | (open_gap < c.thw_s * speed)
