@@ -41,18 +41,20 @@ class Stop:
 
 def resource_plan(cfg):
     """{step: {"processes", "threads", "rollout_workers", "environments", "gpus"}} for this machine."""
-    probe = subprocess.run([sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True)
+    question = "import torch; print(torch.cuda.device_count())"  # in a process of its own: this one stays small
+    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
     if probe.returncode:
         raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
     cores, gpus = len(os.sched_getaffinity(0)), int(probe.stdout) if cfg.run.device != "cpu" else 0
     ranks = cfg.coordinator.nproc or max(gpus, 1)
-    rollout = {"rollout_workers": cfg.rollout.num_workers, "environments": cfg.rollout.num_workers * cfg.rollout.num_envs_per_worker}
+    workers, scorers = cfg.rollout.num_workers, cfg.evaluate.workers
+    rollout = {"rollout_workers": workers, "environments": max(workers, 1) * cfg.rollout.num_envs_per_worker}
     plan = {"collect": {"processes": cfg.data.processes, "threads": 1},
             "preprocess": {"processes": 1, "threads": 1},
             "phase1": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus},
             "phase2": {"processes": max(gpus, 1), "threads": max(1, cores // max(gpus, 1)), "gpus": gpus, **rollout},
             "phase3": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus, **rollout},
-            "evaluate": {"processes": 1, "threads": 1, "rollout_workers": cfg.evaluate.workers, "environments": cfg.evaluate.workers},
+            "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
     print(f"resource plan ({cores} cores, {gpus} GPUs):\n  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
@@ -74,7 +76,8 @@ def command_of(step, options, folder, plan):
     if step == "phase2":
         return [*python, str(ROOT / "train_rl.py"), *shared]
     if step == "evaluate":
-        return [*python, str(ROOT / "evaluate.py"), *shared, "--checkpoint", str(folder), "--out", str(folder / "evaluation.json")]
+        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json")]
+        return [*python, str(ROOT / "evaluate.py"), *shared, *files]
     return [*python, "-m", "runtime.report", str(folder)]
 
 
@@ -96,7 +99,7 @@ def with_retries(step, command, threads, retries, stop):
         if code in (0, BAD_INPUT) or stop.asked:
             return code
         if attempt < retries:
-            print(f"{step} failed with exit code {code}: trying again from its last checkpoint ({attempt + 1}/{retries})", flush=True)
+            print(f"{step} failed with exit code {code}: trying again ({attempt + 1}/{retries})", flush=True)
     return code
 
 
@@ -150,7 +153,8 @@ def pipeline(options, stop):
         start = time.time()
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
-        code = with_retries(step, command_of(step, options, folder, plan), plan[step]["threads"], cfg.coordinator.retries, stop)
+        command = command_of(step, options, folder, plan)
+        code = with_retries(step, command, plan[step]["threads"], cfg.coordinator.retries, stop)
         status = "stopped" if stop.asked else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
@@ -158,9 +162,10 @@ def pipeline(options, stop):
             print(f"\nstopped in {step}; everything is saved, the same command continues")
             return 0
         if code:
-            print(f"\n{step} failed with exit code {code}; mend the cause and use the same command again", file=sys.stderr)
+            print(f"\n{step} failed with exit code {code}; the same command continues here", file=sys.stderr)
             return code
-    print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}" for step, facts in state["steps"].items()))
+    print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
+                           for step, facts in state["steps"].items()))
     print(f"done in {time.time() - begun:.0f} s: {folder / 'evaluation.json'}, {folder / 'report.html'}")
     return 0
 

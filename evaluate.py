@@ -24,8 +24,9 @@ from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import make_pool
 from models.policy import Driver, TrafficModel
-from models.safety_shield import CLIPPED, EMERGENCY, SafetyShield
 from models.presets import PRESETS
+from models.risk_gnn import SPEED
+from models.safety_shield import CLIPPED, EMERGENCY, SafetyShield
 from runtime import checkpoint
 from runtime.training import run_script, schema
 from train_ddp import USER_ERRORS
@@ -65,10 +66,10 @@ class BaselineController:
         """Commands and the shield's reasons for one environment: arrays of length K."""
         slot, accel, lane, _ = self.rule(observation, self.k, self.rng[env])
         row = np.minimum(slot, self.n - 1)
-        speed, surround = observation["nodes"][row, 2].astype(np.float32), observation["surround"][row].astype(np.float32)
+        near = torch.from_numpy(observation["surround"][row]).float()
+        speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()
         with torch.no_grad():
-            checked = self.shield(torch.tensor(accel, dtype=torch.float32), torch.tensor(lane), torch.from_numpy(speed),
-                                  torch.from_numpy(surround))
+            checked = self.shield(torch.tensor(accel, dtype=torch.float32), torch.tensor(lane), speed, near)
         accel, lane, brake, reason = (x.numpy() for x in checked)
         return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n)}
 
@@ -79,8 +80,9 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
     workers = min(cfg.evaluate.workers, len(jobs))
     rows, waiting = [], jobs[::-1]
     with make_pool(cfg, workers, 1, folder) as pool:
-        drivers = {name: PolicyController(cfg, model, pool.num_envs) if name == "policy" else BaselineController(cfg, name)
-                   for name in {name for name, _ in jobs}}
+        drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
+        if model is not None:
+            drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
         running, counts = {}, {}
         while waiting or running:
             for env in [e for e in range(pool.num_envs) if e not in running and waiting]:
@@ -95,7 +97,8 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
             for env, summary in pool.receive(group):
                 name, seed = running.pop(env)
                 rows.append({"controller": name, **summary, "seed": seed, **counts[env]})
-                say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: {summary['arrived']} of {summary['loaded']} arrived")
+                say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
+                    f"{summary['arrived']} of {summary['loaded']} arrived")
     return score(rows, jobs)
 
 
@@ -115,12 +118,12 @@ def score(rows, jobs):
 
 
 def summarise(rows):
-    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the 95 % interval of the mean (Student's t)."""
+    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the mean's 95 % interval (Student's t)."""
     summary = {}
     for name in dict.fromkeys(row["controller"] for row in rows):
         mine = [row for row in rows if row["controller"] == name]
-        columns = {key: [row[key] for row in mine if row[key] is not None] for key in mine[0] if key not in ("controller", "seed")}
-        summary[name] = {key: mean_ci(values) for key, values in columns.items()}
+        metrics = [key for key in mine[0] if key not in ("controller", "seed")]
+        summary[name] = {key: mean_ci([row[key] for row in mine if row[key] is not None]) for key in metrics}
     return summary
 
 
@@ -173,7 +176,7 @@ def find_checkpoint(path):
             return state, folder
     if (path / "manifest.json").exists():
         return checkpoint.load_step(path), path
-    raise checkpoint.CheckpointError(f"{path}: no checkpoint there (expected a run folder, runs/<name>/phaseN, or one step of it)")
+    raise checkpoint.CheckpointError(f"{path}: no checkpoint there; expected a run folder, phaseN in it, or a step")
 
 
 def load_policy(state, folder):
@@ -201,7 +204,7 @@ def parse_seeds(text):
 def add_options(parser):
     parser.set_defaults(config=None)
     parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario)")
-    parser.add_argument("--controllers", help=f"comma-separated, of {', '.join(CONTROLLERS)} (default: evaluate.controllers)")
+    parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it")

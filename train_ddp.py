@@ -38,8 +38,9 @@ from runtime.memory import tree_memory
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
-from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, rescale_values, run_folder,
-                              run_script, save_config, seed_everything, set_learning_rate, share_of_workers, to_device)
+from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, rescale_values,
+                              run_folder, run_script, save_config, seed_everything, set_learning_rate,
+                              share_of_workers, to_device)
 
 USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 
@@ -81,10 +82,8 @@ def phase1(cfg, team, stop):
     sampler = BlockSampler(len(train), p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last)
     per_epoch = len(sampler) // p.accumulation
     if not per_epoch:
-        raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one optimiser step of {team.world} ranks x "
-                        f"{p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
-    team.say(f"phase 1: {len(train)} training and {len(held_out)} held-out samples; global batch {team.world} ranks x "
-             f"{p.batch_size} x accumulation {p.accumulation} = {team.world * p.batch_size * p.accumulation}")
+        raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill an optimiser step of {team.world} "
+                        f"ranks x {p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
     model = TrafficModel(cfg)
     model.set_statistics(train.statistics)
     model.freeze("controller", "safety_shield")
@@ -128,8 +127,9 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
             continue  # a short window at the end of an epoch is dropped like a short batch
         count = team.all_sum([sum(int(w["target_valid"].sum()) for w in window)])[0]
         set_learning_rate(progress.optimizer, learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps))
-        log, norm, skipped = optimiser_step(module, [(w, max(count, 1) / team.world) for w in window], progress.optimizer,
-                                            precision, p.clip_norm)
+        share = max(count, 1) / team.world  # DDP averages over ranks
+        micro_batches = [(w, share) for w in window]
+        log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         samples += team.world * p.batch_size * len(window)
         c["updates"], c["batch"], window = c["updates"] + (not skipped), c["batch"] + p.accumulation, []
@@ -155,7 +155,8 @@ def validate(cfg, team, module, held_out, stage):
     s = team.all_sum(sums.tolist())
     root = lambda total, n: (total / max(n, 1)) ** 0.5  # noqa: E731
     facts = {"loss_held_out": s[0] / max(s[1], 1), "rmse_position": root(s[2], s[6]), "rmse_speed": root(s[3], s[6]),
-             "rmse_position_cv": root(s[4], s[6]), "rmse_speed_cv": root(s[5], s[6]), "conflict_rate": s[10] / max(s[1], 1)}
+             "rmse_position_cv": root(s[4], s[6]), "rmse_speed_cv": root(s[5], s[6]),
+             "conflict_rate": s[10] / max(s[1], 1)}
     if stage == 2:
         facts.update(rmse_position_h=root(s[7], s[9]), rmse_position_h_cv=root(s[8], s[9]),
                      loss_conflict=s[11] / max(s[1], 1))
@@ -190,7 +191,9 @@ def open_data(cfg, team):
 
 def make_loader(dataset, sampler, options, team):
     """DataLoader with the options of the configuration; `__getitems__` gives whole batches."""
-    more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers} if options.num_workers else {}
+    more = {}
+    if options.num_workers:
+        more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers}
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
                       pin_memory=options.pin_memory and team.device.type == "cuda", **more)
 
@@ -222,8 +225,8 @@ def phase3(cfg, team, stop):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
         collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
-        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; global batch "
-                 f"{team.world} x {p.batch_size} x accumulation {p.accumulation} = "
+        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; "
+                 f"global batch {team.world} x {p.batch_size} x accumulation {p.accumulation} = "
                  f"{team.world * p.batch_size * p.accumulation} sequences of {p.sequence_length} steps")
         boundary = True
         while c["epoch"] < p.epochs:
@@ -238,7 +241,8 @@ def phase3(cfg, team, stop):
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
-            c["multiplier"] = objectives.dual_ascent(c["multiplier"], summary["c_int"], limit, p.multiplier_lr, p.multiplier_max)
+            c["multiplier"] = objectives.dual_ascent(c["multiplier"], summary["c_int"], limit, p.multiplier_lr,
+                                                     p.multiplier_max)
             asked = team.any(stop.asked)
             boundary = asked or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
@@ -254,10 +258,9 @@ def advantages(cfg, team, batch, price):
     Returns (advantage, return, cost return), each [T, E].
     """
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
-    reward = objectives.gae(batch["reward"], batch["value"], batch["next_value"], batch["terminated"], batch["ended"],
-                            ppo.gamma, ppo.gae_lambda)
-    cost = objectives.gae(batch["cost"], batch["cost_value"], batch["next_cost_value"], batch["terminated"], batch["ended"],
-                          ppo.gamma, ppo.gae_lambda)
+    ends = batch["terminated"], batch["ended"], ppo.gamma, ppo.gae_lambda
+    reward = objectives.gae(batch["reward"], batch["value"], batch["next_value"], *ends)
+    cost = objectives.gae(batch["cost"], batch["cost_value"], batch["next_cost_value"], *ends)
     combined = objectives.combined_advantage(reward[0], cost[0], per_step)
     return objectives.normalise(combined, *team.moments(combined)), reward[1], cost[1]
 
@@ -266,15 +269,17 @@ def make_sequences(cfg, team, batch, multiplier):
     """Cut a rollout [T, E, ...] into training sequences [S, L, ...] with targets; and its facts, over all ranks."""
     p, steps = cfg.phase3, len(batch["reward"])
     by_env = {name: value.transpose(0, 1) for name, value in batch.items()}  # [E, T, ...]
-    pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731  nobody is there afterwards
+    # After the last step nobody is present, so nothing beyond it is a target.
+    pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731
     speed = by_env["nodes"][..., 2].float()
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
     advantage, returns, cost_returns = advantages(cfg, team, batch, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, **{"return": returns.T})
-    names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane", "release",
-             "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts", "speed")
+    names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
+             "release", "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts",
+             "speed")
     sequences = {name: by_env[name].unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
                  for name in names}
     before = by_env["before"].flatten(0, 1)
@@ -284,7 +289,8 @@ def make_sequences(cfg, team, batch, multiplier):
     effort, present, reward, n, released, picks = team.all_sum([
         float((by_env["cost"] * icvs).sum()), float(icvs.sum()), float(batch["reward"].sum()), batch["reward"].numel(),
         float((by_env["release"] & active).sum()), float(active.sum())])
-    return sequences, {"c_int": effort / present, "reward": reward / n, "steps": n, "released": released / max(picks, 1)}
+    return sequences, {"c_int": effort / present, "reward": reward / n, "steps": n,
+                       "released": released / max(picks, 1)}
 
 
 def learn_constrained(cfg, team, progress, module, sequences, precision):
@@ -299,9 +305,10 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
         if len(window) < p.accumulation:
             continue
         set_learning_rate(progress.optimizer, learning_rate(c["updates"], 10 ** 9, p.lr, p.warmup_steps))
-        counts = team.all_sum([sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))])
-        counts = [max(n, 1) / team.world for n in counts]
-        log, norm, skipped = optimiser_step(module, [(w, counts) for w in window], progress.optimizer, precision, p.clip_norm)
+        own = [sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))]
+        share = [max(n, 1) / team.world for n in team.all_sum(own)]
+        micro_batches = [(w, share) for w in window]
+        log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         c["updates"], window = c["updates"] + (not skipped), []
     return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}

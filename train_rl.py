@@ -50,7 +50,8 @@ def phase2(cfg, team, stop):
     c, metrics = progress.counters, Metrics(folder, 2, team.is_main)
     metrics.drop_after(c["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
-    with make_pool(cfg, share_of_workers(cfg.rollout, team), cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
+    workers = share_of_workers(cfg.rollout, team)
+    with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         steps = steps_per_env(p, pool.num_envs, team)
         driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
         collector = Collector(pool, driver, cfg.run.seed, 2, team.rank * pool.num_envs)
@@ -83,8 +84,8 @@ def steps_per_env(p, envs, team):
     total = envs * team.world
     fragments = max(1, math.ceil(p.train_batch_size / (total * p.fragment_length)))
     team.say(f"phase 2: {total} environments x {fragments} fragments x {p.fragment_length} steps = "
-             f"{total * fragments * p.fragment_length} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of minibatches of "
-             f"{p.minibatch_size} = {team.world} ranks x {p.minibatch_size // team.world}")
+             f"{total * fragments * p.fragment_length} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of "
+             f"minibatches of {p.minibatch_size} = {team.world} ranks x {p.minibatch_size // team.world}")
     return fragments * p.fragment_length
 
 
@@ -110,7 +111,7 @@ def update(cfg, team, progress, module, batch, precision, generator):
             progress.counters["updates"] += not skipped
             this_pass.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         logs += this_pass
-        passes.append(mean_logs(team, this_pass)["kl"])  # one synchronisation per pass, and the same value on every rank
+        passes.append(mean_logs(team, this_pass)["kl"])  # the same value on every rank: they stop together
         if passes[-1] > p.target_kl:
             break
     return {**mean_logs(team, logs), "kl": passes[-1], "loss_scale": precision.scaler.get_scale()}

@@ -36,8 +36,10 @@ def episode_plan(cfg):
     d, plan, left = cfg.data, [], cfg.data.samples
     while left > 0:
         e = len(plan)
-        plan.append((e, (cfg.run.seed * 100_003 + 7 * e + 1) % 2_000_000_000, d.controllers[e % len(d.controllers)],
-                     d.demand_scales[(e // len(d.controllers)) % len(d.demand_scales)], min(left, d.samples_per_episode)))
+        seed = cfg.run.seed * 100_003 + 7 * e + 1
+        scale = d.demand_scales[e // len(d.controllers) % len(d.demand_scales)]
+        plan.append((e, seed % 2_000_000_000, d.controllers[e % len(d.controllers)], scale,
+                     min(left, d.samples_per_episode)))
         left -= d.samples_per_episode
     return plan
 
@@ -130,8 +132,8 @@ def cut_sample(frames, data, extent, rng):
     distance = np.hypot(scene["x"] - scene["x"][focus], scene["y"] - scene["y"][focus])
     members = [ids[i] for i in np.argsort(distance, kind="stable")[:rng.integers(low, high + 1)]]
     sample = {"extent": extent, "k": [f[3] for f in frames], "time": [f[4] for f in frames],
-              "ids": [name.decode() for name in members], "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
-              "present": [], "lead": [], **{name: [] for name in FIELDS}}
+              "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
+              "ids": [name.decode() for name in members], "present": [], "lead": [], **{name: [] for name in FIELDS}}
     for frame_ids, frame_scene, *_ in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]

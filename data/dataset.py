@@ -100,8 +100,8 @@ class BlockSampler(Sampler):
         self.seed, self.drop_last, self.block, self.window = seed, drop_last, block, window
         self.epoch = self.skip = 0
         if drop_last and length < batch_size * world:
-            raise DataError(f"{length} samples do not fill one global batch of {world} ranks x {batch_size}; collect more "
-                            "or lower the batch size")
+            raise DataError(f"{length} samples do not fill one global batch of {world} ranks x {batch_size}; "
+                            "collect more or lower the batch size")
 
     def order(self):
         """All row numbers in this epoch's order."""

@@ -62,10 +62,10 @@ def destinations(meta, per_chunk, seed):
     rows, sizes, splits = {}, {}, {}
     for split, members in split_rows.items():
         if not members:
-            raise DataError(f"the {split} split is empty: collect more episodes (data.samples / data.samples_per_episode)")
-        order = np.random.default_rng([seed, len(members)]).permutation(len(members))
+            raise DataError(f"the {split} split is empty: collect more episodes (data.samples_per_episode)")
+        order, first = np.random.default_rng([seed, len(members)]).permutation(len(members)), len(splits)
         for place, member in enumerate(order):
-            name = f"chunk_{len(splits):03d}.npy" if place % per_chunk == 0 else name
+            name = f"chunk_{first + place // per_chunk:03d}.npy"
             splits[name], sizes[name] = split, place % per_chunk + 1
             rows[members[member]] = (name, place % per_chunk)
     return {"rows": rows, "sizes": sizes, "splits": splits, "duplicates": duplicates}
@@ -161,7 +161,8 @@ def compute_statistics(out, chunks):
     for chunk in chunks:
         array = np.load(out / chunk["file"], mmap_mode="r")
         present = array["present"][:, :array["nodes"].shape[1]]
-        for name, values in (("nodes", array["nodes"][present]), ("globals", array["globals"].reshape(-1, len(GLOBAL)))):
+        parts = {"nodes": array["nodes"][present], "globals": array["globals"].reshape(-1, len(GLOBAL))}
+        for name, values in parts.items():
             values = values.astype(np.float64)
             sums[name] += [values.sum(0), (values ** 2).sum(0), np.full(values.shape[1], len(values))]
     result = {}

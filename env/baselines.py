@@ -51,8 +51,8 @@ def follower_stopper(observation, k, rng, floor=15.0):
     g1, g2, g3 = (g + closing ** 2 / (2 * d) for g, d in ((4.5, 1.5), (5.25, 1.0), (6.0, 0.5)))
     wanted = max(float(observation["globals"][MEAN_SPEED]), floor)
     follow = np.minimum(np.maximum(lead, 0), wanted)
-    target = np.select([gap <= g1, gap <= g2, gap <= g3],
-                       [0.0, follow * (gap - g1) / (g2 - g1), follow + (wanted - follow) * (gap - g2) / (g3 - g2)], wanted)
+    target = np.select([gap <= g1, gap <= g2, gap <= g3], [
+        0.0, follow * (gap - g1) / (g2 - g1), follow + (wanted - follow) * (gap - g2) / (g3 - g2)], wanted)
     accel = np.clip(target - v, -3, 2)
     chosen = np.flatnonzero((observation["icv"] > 0) & (accel < -0.1))
     chosen = chosen[np.argsort(accel[chosen], kind="stable")][:k]

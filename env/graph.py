@@ -12,8 +12,10 @@ EDGE = ("gap", "relative_speed", "ttc", "thw")
 GLOBAL = ("log_vehicles", "log_icvs", "mean_speed", "std_speed", "min_speed", "mean_abs_accel", "std_accel", "min_ttc",
           "mean_gap", "share_slow", "share_braking", "density", "log_waiting", "departed", "arrived", "ocr")
 # Front = where the vehicle would find itself following somebody; "no lane" shows as gap 0.
-SURROUND = ("lead_gap", "lead_speed", "left_gap", "left_speed", "left_rear_gap", "left_rear_speed", "right_gap",
-            "right_speed", "right_rear_gap", "right_rear_speed", "has_left", "has_right", "merge_distance", "merge_vehicles")
+SURROUND = ("lead_gap", "lead_speed",
+            "left_gap", "left_speed", "left_rear_gap", "left_rear_speed",
+            "right_gap", "right_speed", "right_rear_gap", "right_rear_speed",
+            "has_left", "has_right", "merge_distance", "merge_vehicles")
 TTC_CAP, THW_CAP, LANE_END_CAP, ACCEL_CAP, GAP_CAP = 20.0, 10.0, 500.0, 5.0, 200.0  # s, s, m, m/s^2, m
 SLOW, CONFLICT_TTC, HARD_BRAKE, TIME_PERIOD = 5.0, 2.0, 4.0, 3600.0                 # m/s, s, m/s^2, s
 

@@ -52,14 +52,16 @@ class Road:
         internal = np.array([lane.startswith(":") for lane, _, _ in lanes])
         remaining = _distance_to_exit(length, link_lane, edge_of)
         extent = max(float(remaining.max()), 1.0)
+        joins = _joining_edges(link_edge, edge_of, internal, len(edges))
         return cls(index, edges, length, edge_of, number, edge_lanes, link_lane, link_edge, extent - remaining, extent,
-                   _upstream(length, link_lane, 200.0), internal, _joining_edges(link_edge, edge_of, internal, len(edges)))
+                   _upstream(length, link_lane, 200.0), internal, joins)
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
         number = self.lane_number[lane] + side
-        inside = (number >= 0) & (number < self.edge_lanes.shape[1]) & ~self.internal[lane]
-        return np.where(inside, self.edge_lanes[self.lane_edge[lane], np.clip(number, 0, self.edge_lanes.shape[1] - 1)], -1)
+        most = self.edge_lanes.shape[1]
+        inside = (number >= 0) & (number < most) & ~self.internal[lane]
+        return np.where(inside, self.edge_lanes[self.lane_edge[lane], np.clip(number, 0, most - 1)], -1)
 
 
 class Traffic:

@@ -84,7 +84,8 @@ def _corridor(cfg, work):
         nodes += [f'<node id="m{i}" x="{x}" y="0" type="priority"/>',
                   f'<node id="x{i}" x="{x + ACCELERATION_LANE_M}" y="0" type="priority"/>',
                   f'<node id="r{i}" x="{x - RAMP_DX}" y="-{RAMP_DY}" type="priority"/>']
-        edges += [_edge(f"main{i}", start, f"m{i}", c.lanes, 30, 2), _edge(f"acc{i}", f"m{i}", f"x{i}", c.lanes + 1, 30, 2),
+        edges += [_edge(f"main{i}", start, f"m{i}", c.lanes, 30, 2),
+                  _edge(f"acc{i}", f"m{i}", f"x{i}", c.lanes + 1, 30, 2),
                   _edge(f"ramp{i}", f"r{i}", f"m{i}", 1, 20, 1)]
         links += [_link(f"ramp{i}", f"acc{i}", 0, 0)]
         for lane in range(c.lanes):
@@ -98,8 +99,8 @@ def _corridor(cfg, work):
     # which vehicles are ICVs is drawn by the environment.
     routes = ['<vTypeDistribution id="drivers">', _driver(cfg, "HV", ' probability="0.75"'),
               _driver(cfg, "CV", ' probability="0.25"'), "</vTypeDistribution>"] + [
-        f'<flow id="{name}" type="drivers" from="{origin}" to="main{c.ramps}" begin="0" end="{end}" vehsPerHour="{flow}" '
-        f'departLane="best" departSpeed="max"/>' for name, origin, flow in flows]
+        f'<flow id="{name}" type="drivers" from="{origin}" to="main{c.ramps}" begin="0" end="{end}" '
+        f'vehsPerHour="{flow}" departLane="best" departSpeed="max"/>' for name, origin, flow in flows]
     for file, root, lines in (("nodes.xml", "nodes", nodes), ("edges.xml", "edges", edges),
                               ("connections.xml", "connections", links), ("routes.xml", "routes", routes)):
         (work / file).write_text(_xml(root, lines))

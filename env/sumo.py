@@ -166,7 +166,8 @@ class Sumo:
 
     def get(self, requests):
         """Values of [(variable, vehicle id bytes)] in one round trip; None where SUMO knows no such vehicle."""
-        answer, at, values = self.exchange(b"".join(_get(tc.CMD_GET_VEHICLE_VARIABLE, v, i) for v, i in requests)), 0, []
+        answer = self.exchange(b"".join(_get(tc.CMD_GET_VEHICLE_VARIABLE, v, i) for v, i in requests))
+        at, values = 0, []
         for _ in requests:
             at, value = _value(answer, at)
             values.append(value)

@@ -109,8 +109,8 @@ class TrafficEnv(gymnasium.Env):
     def _arguments(self):
         e = self.env_cfg
         scale = [] if e.demand_scale == 1.0 else ["--scale", str(e.demand_scale)]
-        return ["-c", self.scenario, *scale, "--seed", str(self.seed), "--step-length", str(e.step_length), "--no-step-log",
-                "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
+        return ["-c", self.scenario, *scale, "--seed", str(self.seed), "--step-length", str(e.step_length),
+                "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
                 "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
 
     def _start_traffic(self):

@@ -74,7 +74,7 @@ class Environments:
         self.envs = {index: make_env(cfg, folder) for index in indices}
 
     def run(self, orders):
-        """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ended ones."""
+        """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ends."""
         return [(index, summary) for index, what, seed in orders
                 for summary in [self._run_one(index, what, seed)] if summary is not None]
 
@@ -126,8 +126,9 @@ class Pool:
         self._collect(orders)
 
     def send(self, group, next_seeds=None):
-        """Let the environments of `group` (a list of indices) take one step; `next_seeds[i]` follows an ended episode."""
-        self._dispatch({i: (i, "step", None if next_seeds is None else int(next_seeds[n])) for n, i in enumerate(group)})
+        """Let the environments of `group` (their indices) take one step; `next_seeds[n]` follows an ended episode."""
+        seeds = [None] * len(group) if next_seeds is None else [int(seed) for seed in next_seeds]
+        self._dispatch({i: (i, "step", seed) for i, seed in zip(group, seeds)})
 
     def receive(self, group):
         """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""

@@ -31,7 +31,7 @@ def plackett_luce(scores, picks, valid):
 
 
 class ScaledValue(nn.Module):
-    """A value network whose output is de-normalised, so that its loss has unit scale (PopArt, van Hasselt et al. 2016)."""
+    """A value network with de-normalised output, so that its loss has unit scale (PopArt, van Hasselt et al. 2016)."""
 
     def __init__(self, inputs, hidden):
         super().__init__()

@@ -68,8 +68,8 @@ def ppo_terms(controller, candidates, valid, scene, batch, ppo, count):
     chosen = {"picks": batch["picks"], "valid": batch["pick_valid"], "u": batch["u"], "lane": batch["lane"],
               "release": batch["release"]}
     log_prob, entropy = controller.evaluate(candidates, valid, scene, chosen)
-    policy, kl, clipped = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"], chosen["valid"], ppo.clip,
-                                              count)
+    policy, kl, clipped = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"], chosen["valid"],
+                                              ppo.clip, count)
     value = controller.value.loss(scene, batch["return"], count)
     cost_value = controller.cost_value.loss(scene, batch["cost_return"], count)
     bonus = entropy.sum() / count
@@ -93,7 +93,8 @@ class ConstrainedLoss(nn.Module):
     @staticmethod
     def counts(batch):
         """What the three parts of the loss are averaged over: control steps, predictions, ICVs with a known future."""
-        return batch["advantage"].numel(), batch["target_valid"].sum(), (batch["target_valid"].any(-1) & batch["icv"]).sum()
+        known = batch["target_valid"]
+        return batch["advantage"].numel(), known.sum(), (known.any(-1) & batch["icv"]).sum()
 
     def forward(self, batch, counts):
         """batch: tensors [B, L, ...] of sequences (see train_ddp.make_sequences); counts: global ones of `counts` over

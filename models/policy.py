@@ -119,8 +119,9 @@ class Driver:
     def decide(self, seen, deterministic, generator=None):
         """Controller's choice and the shield's verdict: (choice, commands) with commands as arrays for the pool."""
         with torch.no_grad():
-            choice = self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], deterministic, generator)
-            value, cost_value = self.model.controller.values(seen["scene"])
+            controller, scene = self.model.controller, seen["scene"]
+            choice = controller.select(seen["candidates"], seen["valid"], scene, deterministic, generator)
+            value, cost_value = controller.values(scene)
         choice.update(value=value, cost_value=cost_value)
         return choice, self.commands(seen, choice)
 
@@ -133,7 +134,8 @@ class Driver:
         accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
         if self.shield:
             near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
-            accel, lane, brake, reason = self.model.safety_shield(accel, lane, at(seen["speed"]), near, at(seen["risk_logit"]))
+            accel, lane, brake, reason = self.model.safety_shield(accel, lane, at(seen["speed"]), near,
+                                                                  at(seen["risk_logit"]))
         slot = torch.where(active, at(seen["slots"]), self.max_vehicles)
         out = {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * active, "wanted": wanted,
                "wanted_lane": choice["lane"]}

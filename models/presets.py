@@ -27,7 +27,8 @@ PRESETS = {
     "full": Sizes(256, 8, 3, 64, 512, 2, 256, 768, 512, 512, 512, 800),
 }
 # Parameters of each part at full size, in millions (SPEC's table).
-FULL_RANGES = {"risk_gnn": (2, 3), "world_model": (5, 8), "controller": (3, 5), "safety_shield": (1, 2), "total": (11, 18)}
+FULL_RANGES = {"risk_gnn": (2, 3), "world_model": (5, 8), "controller": (3, 5), "safety_shield": (1, 2),
+               "total": (11, 18)}
 
 
 def mlp(*widths, final_gain=None):

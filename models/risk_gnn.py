@@ -15,7 +15,8 @@ NODE_STD = [0.3, 1.0, 8.0, 5.0, 200.0, 0.3, 1.0, 1.0, 1.0]  # acceleration: clam
 def edge_inputs(edges):
     """[..., 4] gap m, relative speed m/s, TTC s, THW s -> [..., 6] bounded features, the two dangers among them."""
     gap, dv, ttc, thw = edges.float().unbind(-1)
-    return torch.stack([gap / 50, gap.sign() / (1 + gap.abs() / 5), dv / 10, 1 / (ttc + 0.5), 1 / (thw + 0.3), thw / 5], -1)
+    closeness = gap.sign() / (1 + gap.abs() / 5)
+    return torch.stack([gap / 50, closeness, dv / 10, 1 / (ttc + 0.5), 1 / (thw + 0.3), thw / 5], -1)
 
 
 class RiskAttention(nn.Module):

@@ -14,7 +14,7 @@ from models.presets import Normalizer, mlp
 NONE, CLIPPED, LANE_VETO, EMERGENCY, RISK = 0, 1, 2, 4, 8  # reasons; several add up
 REASONS = {CLIPPED: "clipped", LANE_VETO: "lane veto", EMERGENCY: "emergency", RISK: "risk"}
 LEAD_GAP, LEAD_SPEED = 0, 1                                # columns of the surroundings
-SIDE = {True: 2, False: 6}                                 # first column of the left and of the right side
+LEFT_SIDE, RIGHT_SIDE = slice(2, 6), slice(6, 10)          # gap and speed in front, gap and speed behind
 
 
 def safe_next_speed(gap, speed, lead_speed, interval, own_decel, leader_decel):
@@ -36,7 +36,8 @@ class SafetyShield(nn.Module):
         super().__init__()
         self.cfg, self.interval = cfg, interval
         self.surround = Normalizer(SURROUND_MEAN, SURROUND_STD)
-        self.risk_head = mlp(2 * sizes.latent + SURROUND_FEATURES, sizes.risk_hidden, sizes.risk_hidden, 1, final_gain=0.1)
+        hidden = sizes.risk_hidden
+        self.risk_head = mlp(2 * sizes.latent + SURROUND_FEATURES, hidden, hidden, 1, final_gain=0.1)
         self.register_buffer("risk_trained", torch.zeros((), dtype=torch.bool))  # the head is silent until phase 3
 
     def risk_logit(self, flow, risk, surround):
@@ -84,10 +85,11 @@ class SafetyShield(nn.Module):
     def lane_is_free(self, to_left, speed, surround):
         """Whether the target lane exists and has a safe gap in front and behind for one control interval."""
         c = self.cfg
-        side = torch.where(to_left[..., None], surround[..., SIDE[True]:SIDE[True] + 4], surround[..., SIDE[False]:SIDE[False] + 4])
+        side = torch.where(to_left[..., None], surround[..., LEFT_SIDE], surround[..., RIGHT_SIDE])
         exists = torch.where(to_left, surround[..., 10], surround[..., 11]) > 0.5
         gap, lead_speed, rear_gap, rear_speed = side.unbind(-1)
-        in_front = safe_next_speed(gap - c.min_gap_m, speed, lead_speed, self.interval, c.own_decel, c.leader_decel) >= speed - 3.0 * self.interval
-        closing = (rear_speed - speed).clamp(min=0)
-        behind = rear_gap >= c.min_gap_m + c.lane_gap_s * closing + rear_speed * 0.5 + closing ** 2 / (2 * c.emergency_decel)
-        return exists & in_front & behind
+        free = gap - c.min_gap_m
+        target = safe_next_speed(free, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
+        closing = (rear_speed - speed).clamp(min=0)  # the follower reacts after lane_gap_s and then brakes
+        needed = c.min_gap_m + c.lane_gap_s * closing + closing ** 2 / (2 * c.emergency_decel) + rear_speed / 2
+        return exists & (target >= speed - 3.0 * self.interval) & (rear_gap >= needed)

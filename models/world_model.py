@@ -73,7 +73,8 @@ class WorldModel(nn.Module):
     def predict_states(self, flow, speed):
         """Stage 2: displacement m and speed m/s after 1 to H control steps, [..., H, 2]."""
         correction = self.states(flow).float().unflatten(-1, (self.horizon, 2)) * self.scale
-        return correction + torch.stack([speed[..., None] * self.ahead, speed[..., None].expand(*speed.shape, self.horizon)], -1)
+        steady = speed[..., None].expand(*speed.shape, self.horizon)
+        return correction + torch.stack([steady * self.ahead, steady], -1)
 
     def predict_conflict(self, risk):
         """Stage 2: logits of a conflict in each of the next H control steps, [..., H]."""

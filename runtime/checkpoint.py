@@ -32,8 +32,8 @@ def save(folder, step, state, keep_last=3, best=False):
         with open(work / "state.pt", "wb") as file:
             torch.save(state, file)
             _flush(file)
-        manifest = {"format": FORMAT, "step": step, "versions": versions(),
-                    "files": {"state.pt": {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}}}
+        facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}
+        manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
         _write(work / "manifest.json", json.dumps(manifest, indent=1))
     except OSError:
         shutil.rmtree(work, ignore_errors=True)

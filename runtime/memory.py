@@ -72,5 +72,6 @@ class PeakMemory(threading.Thread):
     def stop(self):
         """Stop sampling; returns the peak as one line of text."""
         self.done.set()
-        parts = ", ".join(f"{name} {mb:.0f}" for name, mb in sorted(self.at_peak.items(), key=lambda i: -i[1]) if mb >= 1)
+        by_size = sorted(self.at_peak.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {mb:.0f}" for name, mb in by_size if mb >= 1)
         return f"peak memory of the process tree (PSS): {self.peak:.0f} MB ({parts})"

@@ -54,8 +54,8 @@ VOCABULARY = {
     "time_learn": "seconds spent learning",
     "memory_mb": "memory of this process and its children (PSS), MB",
 }
-SHOWN = ("stage", "loss", "loss_held_out", "rmse_position", "rmse_position_cv", "return", "reward", "c_int", "multiplier",
-         "limit", "ocr", "released", "kl", "entropy", "grad_norm", "env_steps_per_s", "samples_per_s", "memory_mb")
+SHOWN = ("stage", "loss", "loss_held_out", "rmse_position", "rmse_position_cv", "return", "reward", "c_int",
+         "multiplier", "limit", "ocr", "released", "kl", "env_steps_per_s", "samples_per_s", "memory_mb")
 
 
 class Metrics:

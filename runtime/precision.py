@@ -45,9 +45,9 @@ class HysteresisScaler(torch.amp.GradScaler):
                 "steps_since_growth": self.steps_since_growth}
 
     def load_state_dict(self, state):
-        own = {name: state.pop(name) for name in ("overflows_in_row", "overflows", "steps_since_growth") if name in state}
-        super().load_state_dict(state)
-        self.__dict__.update(own)
+        own = ("overflows_in_row", "overflows", "steps_since_growth")
+        super().load_state_dict({name: value for name, value in state.items() if name not in own})
+        self.__dict__.update({name: state[name] for name in own if name in state})
 
 
 class Precision:
@@ -59,7 +59,8 @@ class Precision:
             kind = "fp16"  # Turing only emulates bf16
         self.dtype, self.device = TYPES.get(kind), device
         self.scaler = HysteresisScaler(device.type, amp, enabled=kind == "fp16", agree=agree)
-        why = "as configured" if kind == amp.dtype else ("no GPU" if device.type == "cpu" else "bf16 is emulated on this GPU")
+        why = "no GPU" if device.type == "cpu" else "bf16 is emulated on this GPU"
+        why = "as configured" if kind == amp.dtype else why
         self.reason = f"precision: {kind if kind != 'off' else 'float32'} ({why})"
 
     def autocast(self):

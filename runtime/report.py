@@ -10,12 +10,17 @@ from pathlib import Path
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
 
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem;color-scheme:light dark}
-table{border-collapse:collapse;display:block;overflow-x:auto}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884}
-td:first-child,th:first-child{text-align:left}svg{width:100%;max-width:28rem;height:auto}figure{display:inline-block;margin:.5rem}
+STYLE = """:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
+table{border-collapse:collapse;display:block;overflow-x:auto}
+td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+svg{width:100%;max-width:28rem;height:auto}
+figure{display:inline-block;margin:.5rem;max-width:28rem;vertical-align:top}
 pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
 SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
           "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
+COLOURS = ("#2a7de1", "#e1752a", "#2aa45c")
 CURVES = {1: (("rmse_position", "rmse_position_cv"), ("loss_held_out",)), 2: (("return",), ("c_int",)),
           3: (("c_int", "limit"), ("multiplier",), ("reward",))}
 
@@ -46,8 +51,9 @@ def score_section(result):
     """The score table: mean +- 95 % interval by controller."""
     names = list(result["summary"])
     rows = [[key, *(cell(result["summary"][n].get(key)) for n in names)] for key in SCORES]
-    return [f"<h2>Scores</h2><p>{html.escape(result['scenario'])}, {len(result['seeds'])} held-out seeds paired with the same traffic "
-            f"without control, SUMO {result['sumo_version']}; mean ± 95 % interval.</p>", grid(["", *names], rows)]
+    return [f"<h2>Scores</h2><p>{html.escape(result['scenario'])}, {len(result['seeds'])} held-out seeds paired with "
+            f"the same traffic without control, SUMO {result['sumo_version']}; mean ± 95 % interval.</p>",
+            grid(["", *names], rows)]
 
 
 def cell(value):
@@ -58,7 +64,8 @@ def cell(value):
 
 def grid(head, rows):
     """An HTML table."""
-    line = lambda tag, cells: "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"  # noqa: E731
+    def line(tag, cells):
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
     return "<table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table>"
 
 
@@ -78,16 +85,23 @@ def curve(rows, names, width=420, height=180, left=58):
     if not points:
         return ""
     (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*points))
-    x1, y1 = max(x1, x0 + 1), y1 if y1 > y0 else y0 + 1
-    place = lambda x, y: f"{left + (x - x0) / (x1 - x0) * (width - left - 8):.1f},{height - 24 - (y - y0) / (y1 - y0) * (height - 36):.1f}"  # noqa: E731,E501
-    colours = ("#2a7de1", "#e1752a", "#2aa45c")
+    right, low = max(x1, x0 + 1), height - 24
+    top = y1 if y1 > y0 else y0 + 1
+
+    def place(x, y):
+        across, up = (x - x0) / (right - x0), (y - y0) / (top - y0)
+        return f"{left + across * (width - left - 8):.1f},{low - up * (low - 12):.1f}"
+
+    def text(x, y, what):
+        return f"<text x={x} y={y} font-size=11 fill=currentColor>{what}</text>"
+
     body = "".join(f"<polyline fill=none stroke={c} stroke-width=2 points='{' '.join(place(*p) for p in line)}'/>"
-                   for c, line in zip(colours, series.values()))
-    labels = (f"<text x=2 y=16 font-size=11 fill=currentColor>{y1:.3g}</text><text x=2 y={height - 24} font-size=11 fill=currentColor>"
-              f"{y0:.3g}</text><text x={left} y={height - 6} font-size=11 fill=currentColor>epoch {x0} to {x1}</text>")
-    axis = f"<path d='M{left} 8V{height - 22}H{width - 8}' fill=none stroke=currentColor opacity=.4 />"
-    names_text = ", ".join(f"<span style='color:{c}'>{n}</span> ({html.escape(VOCABULARY[n])})" for c, n in zip(colours, series))
-    return f"<figure><svg viewBox='0 0 {width} {height}'>{axis}{body}{labels}</svg><figcaption>{names_text}</figcaption></figure>"
+                   for c, line in zip(COLOURS, series.values()))
+    body += text(2, 16, f"{top:.3g}") + text(2, low, f"{y0:.3g}") + text(left, height - 6, f"epoch {x0} to {x1}")
+    body += f"<path d='M{left} 8V{low}H{width - 8}' fill=none stroke=currentColor opacity=.4 />"
+    caption = ", ".join(f"<span style='color:{c}'>{n}</span> ({html.escape(VOCABULARY[n])})"
+                        for c, n in zip(COLOURS, series))
+    return f"<figure><svg viewBox='0 0 {width} {height}'>{body}</svg><figcaption>{caption}</figcaption></figure>"
 
 
 def main():

@@ -62,8 +62,9 @@ class Progress:
             if self.generator is not None:
                 self.generator.set_state(own["generator"].cpu())
         else:
-            self.team.say(f"NOTE: saved by {len(ranks)} ranks, continued by {self.team.world}: random states start anew")
-        self.team.say(f"resumed from {self.folder} (epoch {self.counters['epoch']}, {self.counters['updates']} updates)")
+            self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start anew")
+        c = self.counters
+        self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
         return True
 
     def save(self, best=False):
@@ -106,21 +107,24 @@ def rescale_values(controller, team, batch):
 def mean_logs(team, logs):
     """Means of scalar tensors over optimiser steps [{name: tensor}] and ranks, as numbers."""
     names = list(logs[0])
-    local = torch.stack([torch.stack([log[n].detach().double().to(team.device) for n in names]) for log in logs]).mean(0)
+    rows = [torch.stack([log[n].detach().double().to(team.device) for n in names]) for log in logs]
+    local = torch.stack(rows).mean(0)
     return {name: total / team.world for name, total in zip(names, team.all_sum(local.tolist()))}
 
 
 def episode_facts(team, facts):
     """Means over the episodes that ended on all ranks, shield shares, rates and times of one collection."""
-    ended = facts["episodes"]
-    n, returns, ocr, collisions, beyond, commands, clips, emergencies, seconds, infer, wait, steps = team.all_sum([
-        len(ended), *(sum(e[key] for e in ended) for key in ("return", "ocr", "collisions", "overflow")), facts["commands"],
-        facts["clips"], facts["emergencies"], facts["time_collect"], facts["time_infer"], facts["time_wait"], facts["steps"]])
-    result = {"episodes": int(n), "shield_clips": clips / max(commands, 1), "shield_emergencies": emergencies / max(commands, 1),
-              "time_collect": seconds / team.world, "time_infer": infer / team.world, "time_wait": wait / team.world,
-              "env_steps_per_s": steps * team.world / max(seconds, 1e-9)}
-    if n:
-        result.update({"return": returns / n, "ocr": ocr / n, "collisions": int(collisions), "overflow_vehicles": int(beyond)})
+    own = {"episodes": len(facts["episodes"]), **{k: v for k, v in facts.items() if k != "episodes"}}
+    for key in ("return", "ocr", "collisions", "overflow"):
+        own[key] = sum(episode[key] for episode in facts["episodes"])
+    f = dict(zip(own, team.all_sum(list(own.values()))))
+    result = {"episodes": int(f["episodes"]), "shield_clips": f["clips"] / max(f["commands"], 1),
+              "shield_emergencies": f["emergencies"] / max(f["commands"], 1),
+              "env_steps_per_s": f["steps"] * team.world / max(f["time_collect"], 1e-9),
+              **{key: f[key] / team.world for key in ("time_collect", "time_infer", "time_wait")}}
+    if f["episodes"]:
+        result.update({"return": f["return"] / f["episodes"], "ocr": f["ocr"] / f["episodes"],
+                       "collisions": int(f["collisions"]), "overflow_vehicles": int(f["overflow"])})
     return result
 
 

@@ -1,0 +1,1 @@
+"""One program per claim; each prints a table and writes JSON."""

@@ -1,0 +1,88 @@
+"""Does phase 2 learn? Train several seeds and compare the mean return of the last tenth of iterations with the first.
+
+    python -m benchmarks.learning --config configs/quick.yaml --seeds 1-5 --json learning.json phase2.iterations=40
+
+Every seed trains in runs/<name>-seed<N>, from the phase 1 checkpoint of runs/<name> when there is one. With
+matplotlib installed, the curves are drawn beside the JSON file.
+"""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from configs import ConfigError
+from configs.command_line import parse
+from evaluate import mean_ci, parse_seeds
+from runtime.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(cfg, options, seed):
+    """Run phase 2 with one seed (or continue it); returns its records."""
+    source, name = Path(cfg.run.folder) / cfg.run.name, f"{cfg.run.name}-seed{seed}"
+    target = Path(cfg.run.folder) / name
+    if (source / "phase1").is_dir() and not (target / "phase1").exists():
+        shutil.copytree(source / "phase1", target / "phase1")
+    subprocess.run([sys.executable, str(ROOT / "train_rl.py"), "--config", options.config_file, *options.overrides,
+                    f"run.name={name}", f"run.seed={seed}"], check=True)
+    return [row for row in read_metrics(target / "metrics.jsonl") if row["phase"] == 2]
+
+
+def compare(rows, key="return"):
+    """(mean of the first tenth, mean of the last tenth) of the iterations, at least one each."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    tenth = max(1, len(values) // 10)
+    return float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
+
+
+def draw(curves, path):
+    """One line per seed and their mean; needs matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no picture: matplotlib is not installed (extra `viz`)")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for seed, values in curves.items():
+        axes.plot(range(1, len(values) + 1), values, alpha=0.4, label=f"seed {seed}")
+    shortest = min(map(len, curves.values()))
+    axes.plot(range(1, shortest + 1), np.mean([v[:shortest] for v in curves.values()], 0), "k", label="mean")
+    axes.set(xlabel="iteration", ylabel="mean return of the iteration's episodes")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    print(f"curves: {path}")
+
+
+def main():
+    def add(parser):
+        parser.add_argument("--seeds", default="1-5")
+        parser.add_argument("--json", default="learning.json", help="where the result goes")
+    options = parse(__doc__, add=add)
+    seeds, curves, table = parse_seeds(options.seeds), {}, []
+    for seed in seeds:
+        rows = train(options.config, options, seed)
+        curves[seed] = [row["return"] for row in rows if row.get("return") is not None]
+        first, last = compare(rows)
+        table.append({"seed": seed, "first_tenth": first, "last_tenth": last, "gain": last - first})
+    gain = mean_ci([row["gain"] for row in table])
+    print(f"{'seed':>6s}{'first tenth':>14s}{'last tenth':>14s}{'gain':>10s}")
+    for row in table:
+        print(f"{row['seed']:6d}{row['first_tenth']:14.3f}{row['last_tenth']:14.3f}{row['gain']:10.3f}")
+    spread = gain["ci95"] or float("nan")
+    print(f"gain of the mean return: {gain['mean']:.3f} +- {spread:.3f} (95 % interval, {len(seeds)} seeds)")
+    Path(options.json).write_text(json.dumps({"table": table, "gain": gain, "curves": curves}, indent=1))
+    draw(curves, Path(options.json).with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
