@@ -19,6 +19,7 @@ from configs import ConfigError
 from configs.command_line import parse
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory
+from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
@@ -45,19 +46,20 @@ def resource_plan(cfg):
     probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
     if probe.returncode:
         raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
-    cores, gpus = len(os.sched_getaffinity(0)), int(probe.stdout) if cfg.run.device != "cpu" else 0
-    ranks = cfg.coordinator.nproc or max(gpus, 1)
+    gpus = int(probe.stdout) if cfg.run.device != "cpu" else 0
+    ranks, learners = cfg.coordinator.nproc or max(gpus, 1), max(gpus, 1)
     workers, scorers = cfg.rollout.num_workers, cfg.evaluate.workers
     rollout = {"rollout_workers": workers, "environments": max(workers, 1) * cfg.rollout.num_envs_per_worker}
     plan = {"collect": {"processes": cfg.data.processes, "threads": 1},
             "preprocess": {"processes": 1, "threads": 1},
-            "phase1": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus},
-            "phase2": {"processes": max(gpus, 1), "threads": max(1, cores // max(gpus, 1)), "gpus": gpus, **rollout},
-            "phase3": {"processes": ranks, "threads": max(1, cores // ranks), "gpus": gpus, **rollout},
+            "phase1": {"processes": ranks, "threads": threads(cfg.run.threads, ranks), "gpus": gpus},
+            "phase2": {"processes": learners, "threads": threads(cfg.run.threads, learners, workers), "gpus": gpus,
+                       **rollout},
+            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, workers), "gpus": gpus, **rollout},
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({cores} cores, {gpus} GPUs):\n  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
+    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs):\n  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():
         print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
     return plan

@@ -85,20 +85,20 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
             drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
         running, counts = {}, {}
         while waiting or running:
-            for env in [e for e in range(pool.num_envs) if e not in running and waiting]:
-                name, seed = running[env] = waiting.pop()
-                pool.reset([seed], [env])
-                drivers[name].begin(env, seed)
-                counts[env] = {"shield_clips": 0, "shield_emergencies": 0}
-            for env, (name, _) in running.items():
-                command(pool, env, drivers[name], counts[env])
-            group = sorted(running)
-            pool.send(group)
-            for env, summary in pool.receive(group):
-                name, seed = running.pop(env)
-                rows.append({"controller": name, **summary, "seed": seed, **counts[env]})
-                say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
-                    f"{summary['arrived']} of {summary['loaded']} arrived")
+            for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
+                for _, summary in pool.receive([env]) if env in running else ():
+                    name, seed = running.pop(env)
+                    rows.append({"controller": name, **summary, "seed": seed, **counts[env]})
+                    say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
+                        f"{summary['arrived']} of {summary['loaded']} arrived")
+                if waiting and env not in running:
+                    name, seed = running[env] = waiting.pop()
+                    pool.reset([seed], [env])
+                    drivers[name].begin(env, seed)
+                    counts[env] = {"shield_clips": 0, "shield_emergencies": 0}
+                if env in running:
+                    command(pool, env, drivers[running[env][0]], counts[env])
+                    pool.send([env])
     return score(rows, jobs)
 
 

@@ -82,7 +82,7 @@ def phase1(cfg, team, stop):
     sampler = BlockSampler(len(train), p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last)
     per_epoch = len(sampler) // p.accumulation
     if not per_epoch:
-        raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill an optimiser step of {team.world} "
+        raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one step of {team.world} "
                         f"ranks x {p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
     model = TrafficModel(cfg)
     model.set_statistics(train.statistics)
@@ -318,7 +318,7 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
 def main():
     options = parse(__doc__, add=lambda q: q.add_argument("--phase", type=int, choices=(1, 3), required=True))
     cfg, stop = options.config, StopRequest()
-    team = start_team(cfg.run, cfg.ddp)
+    team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
         seed_everything(cfg.run.seed)
         if team.is_main:

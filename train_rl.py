@@ -138,7 +138,7 @@ def one_learner_per_gpu(cfg):
 def main():
     cfg = parse(__doc__).config
     one_learner_per_gpu(cfg)
-    stop, team = StopRequest(), start_team(cfg.run, cfg.ddp)
+    stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
         seed_everything(cfg.run.seed)
         if team.is_main:

@@ -27,7 +27,7 @@ class RunConfig:
     folder: str = opt("runs", "where run folders live")
     seed: int = opt(1, "everything random derives from it", low=0)
     device: str = opt("auto", "auto = CUDA when there is one", choices=("auto", "cpu", "cuda"))
-    threads: int = opt(0, "torch CPU threads per process, 0 = cores / processes on this machine", low=0)
+    threads: int = opt(0, "torch CPU threads per process, 0 = cores not taken by workers / processes", low=0)
 
 
 @dataclass

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from runtime.resources import threads_per_process
+
 
 @dataclass
 class Team:
@@ -64,8 +66,11 @@ class Team:
             dist.destroy_process_group()
 
 
-def start_team(run, ddp):
-    """Join the process group that torchrun describes, or be a team of one. Arguments: configs' run and ddp sections."""
+def start_team(run, ddp, rollout_workers=0):
+    """Join the process group that torchrun describes, or be a team of one.
+
+    `run` and `ddp` are sections of the configuration; `rollout_workers` processes simulate on this machine meanwhile.
+    """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count() if run.device != "cpu" else 0
@@ -75,7 +80,7 @@ def start_team(run, ddp):
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.set_num_threads(run.threads or max(1, (os.cpu_count() or 1) // local_world))
+    torch.set_num_threads(threads_per_process(run.threads, local_world, rollout_workers))
     if world > 1:
         for setting in ddp.nccl_env:
             name, _, value = setting.partition("=")
