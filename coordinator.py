@@ -55,11 +55,13 @@ def resource_plan(cfg):
             "phase1": {"processes": ranks, "threads": threads(cfg.run.threads, ranks), "gpus": gpus},
             "phase2": {"processes": learners, "threads": threads(cfg.run.threads, learners, workers), "gpus": gpus,
                        **rollout},
-            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, workers), "gpus": gpus, **rollout},
+            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, workers), "gpus": gpus,
+                       **rollout},
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs):\n  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
+    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs):")
+    print(f"  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():
         print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
     return plan

@@ -5,38 +5,14 @@ import tempfile
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
 
 from env import graph, sumo
 from env.launch import SumoError
 from env.road import Road, Traffic
 from env.scenarios import build_scenario
 from env.score import EpisodeTotals
-
-LEFT, KEEP, RIGHT = 0, 1, 2
-SPEED = graph.NODE.index("speed")
-MAX_BRAKE = 9.0  # m/s^2, what the shield may ask for
-ACCEL_LOW, ACCEL_HIGH = -3.0, 2.0  # m/s^2
-
-
-def observation_space(max_vehicles, k_max):
-    """Graph of one control step, by slot. A slot belongs to one vehicle until that leaves; `fresh` marks a new one."""
-    n, big = max_vehicles, 1000.0
-    box = lambda shape, low=-big: spaces.Box(low, big, shape, np.float32)  # noqa: E731
-    return spaces.Dict({
-        "nodes": box((n, len(graph.NODE))), "edges": box((n, k_max, len(graph.EDGE))),
-        "neighbours": spaces.Box(-1, n - 1, (n, k_max), np.int16), "globals": box((len(graph.GLOBAL),)),
-        "surround": box((n, len(graph.SURROUND))), "moved": box((n,)), "mask": spaces.MultiBinary(n),
-        "icv": spaces.MultiBinary(n), "fresh": spaces.MultiBinary(n), "conflict": spaces.MultiBinary(n)})
-
-
-def action_space(max_vehicles, k):
-    """Commands to at most k ICVs: slot (max_vehicles = no command, SUMO drives), accel (-1 = -3, 1 = +2 m/s^2), lane
-    (0 left, 1 keep, 2 right) and brake (1 = 9 m/s^2; above 0 it replaces accel: the shield's emergency braking)."""
-    return spaces.Dict({
-        "slot": spaces.MultiDiscrete([max_vehicles + 1] * k), "lane": spaces.MultiDiscrete([3] * k),
-        "accel": spaces.Box(-1, 1, (k,), np.float32), "brake": spaces.Box(0, 1, (k,), np.float32)})
-
+from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, SPEED, action_space,
+                        observation_space)
 
 class TrafficEnv(gymnasium.Env):
     """Mixed traffic on one SUMO process.

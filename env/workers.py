@@ -21,42 +21,14 @@ import sys
 import traceback
 from pathlib import Path
 
-import numpy as np
-
+from env.block import FACTS, Environments, map_block
 from env.launch import die_with_parent
-from env.traffic_env import make_env, observation_space
+
+__all__ = ["FACTS", "Pool", "SerialPool", "WorkerError", "WorkerPool", "make_pool"]
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-FACTS = ("vehicles", "icvs", "sigma_v", "abs_a", "loaded", "arrived", "collisions", "overflow")
-
-
 class WorkerError(Exception):
     """An environment failed; the message names worker, environment and seed and holds the worker's traceback."""
-
-
-def block_layout(cfg):
-    """({name: (shape, dtype)} of one environment's observation, the same of everything else that is shared)."""
-    half = {np.dtype(np.float32): np.float16, np.dtype(np.int8): np.bool_}
-    space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
-    observation = {name: (box.shape, np.dtype(half.get(box.dtype, box.dtype))) for name, box in space.items()}
-    k = (cfg.env.max_commands,)
-    rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
-            "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
-            "truncated": ((), np.bool_), "facts": ((len(FACTS),), np.float32)}
-    return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
-
-
-def map_block(buffer, cfg, envs):
-    """(arrays, final): views [envs, ...] into the shared buffer; with buffer None returns its size in bytes."""
-    observation, rest = block_layout(cfg)
-    at, views = 0, ({}, {})
-    for part, names in ((views[0], {**observation, **rest}), (views[1], observation)):
-        for name, (shape, dtype) in names.items():
-            count = envs * int(np.prod(shape, dtype=int))
-            if buffer is not None:
-                part[name] = np.frombuffer(buffer, dtype, count, at).reshape(envs, *shape)
-            at += -(-count * dtype.itemsize // 64) * 64  # every array starts on its own cache line
-    return at if buffer is None else views
 
 
 def make_pool(cfg, num_workers, envs_per_worker, folder=None):
@@ -64,45 +36,6 @@ def make_pool(cfg, num_workers, envs_per_worker, folder=None):
     if num_workers:
         return WorkerPool(cfg, num_workers, envs_per_worker, folder)
     return SerialPool(cfg, envs_per_worker, folder)
-
-
-class Environments:
-    """The environments of one worker and their place in the block: used in workers and by the serial pool."""
-
-    def __init__(self, cfg, indices, arrays, final, folder):
-        self.arrays, self.final = arrays, final
-        self.envs = {index: make_env(cfg, folder) for index in indices}
-
-    def run(self, orders):
-        """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ends."""
-        return [(index, summary) for index, what, seed in orders
-                for summary in [self._run_one(index, what, seed)] if summary is not None]
-
-    def _run_one(self, index, what, seed):
-        env, a = self.envs[index], self.arrays
-        if what == "reset":
-            self._write(a, index, env.reset(seed=seed)[0])
-            return None
-        observation, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
-            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index])
-        a["cost"][index] = info["cost"]
-        a["facts"][index] = [info[name] for name in FACTS]
-        if "episode" not in info:
-            self._write(a, index, observation)
-            return None
-        summary = {**info["episode"], "seed": info["seed"]}
-        self._write(self.final, index, observation)
-        self._write(a, index, observation if seed is None else env.reset(seed=seed)[0])
-        return summary
-
-    @staticmethod
-    def _write(arrays, index, observation):
-        for name, value in observation.items():
-            arrays[name][index] = value
-
-    def close(self):
-        for env in self.envs.values():
-            env.close()
 
 
 class Pool:

@@ -3,7 +3,7 @@ import os
 
 
 def threads_per_process(wanted, ranks, rollout_workers=0):
-    """Torch threads of each of `ranks` processes on this machine, when `rollout_workers` processes simulate beside them.
+    """Torch threads of each of `ranks` processes on a machine where `rollout_workers` processes simulate beside them.
 
     `wanted` (run.threads) counts when it is not 0. Threads that compete with busy simulators wait for each other at
     every operation: one thread of two that has no core of its own halves the speed of inference.

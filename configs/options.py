@@ -1,0 +1,15 @@
+"""How a setting is declared: default, meaning, limits."""
+from dataclasses import field
+
+
+def opt(default, doc, low=None, high=None, choices=None):
+    """A setting with its meaning and its closed range [low, high] or its list of choices."""
+    meta = {"doc": doc, "low": low, "high": high, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+def sub(cls, **changes):
+    """A nested section whose defaults differ from those of its class in `changes`."""
+    return field(default_factory=lambda: cls(**changes))

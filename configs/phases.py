@@ -1,0 +1,102 @@
+"""Settings of the three training phases; see configs/schema.py."""
+from dataclasses import dataclass
+
+from configs.options import opt, sub
+
+DTYPES = ("fp16", "bf16", "off")
+
+
+@dataclass
+class AmpConfig:
+    dtype: str = opt("fp16", "autocast type on the GPU; off on CPU", choices=DTYPES)
+    strategy: str = opt("dynamic", "loss scaling", choices=("dynamic", "static"))
+    init_scale: float = opt(65536.0, "first loss scale", low=1)
+    growth_factor: float = opt(2.0, "growth of the loss scale", low=1)
+    growth_interval: int = opt(2000, "steps without overflow before it grows", low=1)
+    backoff_factor: float = opt(0.5, "loss scale after overflow", low=0.01, high=1)
+    min_scale: float = opt(1.0, "lower limit of the loss scale", low=0.0001)
+    max_scale: float = opt(16777216.0, "upper limit of the loss scale", low=1)
+    hysteresis: int = opt(2, "overflows in a row before the loss scale backs off", low=1)
+
+
+@dataclass
+class LoaderConfig:
+    num_workers: int = opt(2, "DataLoader processes, 0 = read in the training process", low=0, high=16)
+    pin_memory: bool = opt(True, "page-locked batches (only with a GPU)")
+    prefetch_factor: int = opt(2, "batches each process prepares ahead", low=1)
+    persistent_workers: bool = opt(True, "keep the processes between epochs")
+    drop_last: bool = opt(True, "drop an incomplete last batch")
+
+
+@dataclass
+class DDPConfig:
+    backend: str = opt("auto", "auto = nccl with GPUs, gloo without", choices=("auto", "nccl", "gloo"))
+    timeout_s: float = opt(1800.0, "a collective that waits longer fails, s", low=1)
+    bucket_cap_mb: float = opt(25.0, "gradient bucket, MB", low=1)
+    gradient_as_bucket_view: bool = opt(True, "saves one copy of the gradients")
+    find_unused_parameters: bool = opt(False, "not needed: every rank uses every trainable parameter")
+    static_graph: bool = opt(False, "refused together with accumulation (PyTorch loses gradients there)")
+    fp16_compression: bool = opt(False, "send gradients as fp16")
+    nccl_env: list[str] = opt(["NCCL_IB_DISABLE=1", "NCCL_P2P_DISABLE=1"],
+                              "NAME=value, set before NCCL starts unless the user has set NAME")
+
+
+@dataclass
+class Phase1Config:
+    epochs: int = opt(50, "passes over the data set", low=1)
+    stage1_epochs: int = opt(15, "first epochs: next state only; then stage 2: H states and conflicts", low=0)
+    batch_size: int = opt(32, "samples per rank and micro-batch", low=1)
+    accumulation: int = opt(1, "micro-batches per optimiser step", low=1)
+    lr: float = opt(3e-4, "AdamW learning rate", low=0)
+    weight_decay: float = opt(0.01, "AdamW weight decay", low=0)
+    warmup_steps: int = opt(100, "linear learning-rate warm-up, then cosine decay to 5 %", low=0)
+    clip_norm: float = opt(1.0, "gradient norm limit", low=0)
+    checkpointing: bool = opt(False, "recompute the world model's activations in the backward pass")
+    amp: AmpConfig = sub(AmpConfig)
+    loader: LoaderConfig = sub(LoaderConfig)
+
+
+@dataclass
+class PPOConfig:
+    iterations: int = opt(200, "collect-and-learn rounds", low=1)
+    train_batch_size: int = opt(4000, "environment steps per iteration over all ranks, rounded up to fragments", low=1)
+    minibatch_size: int = opt(128, "environment steps per optimiser step over all ranks", low=1)
+    epochs: int = opt(10, "passes over each batch", low=1)
+    fragment_length: int = opt(200, "control steps between two bootstraps", low=1)
+    gamma: float = opt(0.99, "discount per control step", low=0, high=1)
+    gae_lambda: float = opt(0.95, "GAE lambda", low=0, high=1)
+    clip: float = opt(0.2, "PPO clip of each pick's ratio", low=0)
+    value_weight: float = opt(0.5, "weight of the value loss", low=0)
+    cost_value_weight: float = opt(0.5, "weight of the cost-value loss", low=0)
+    entropy_weight: float = opt(0.003, "weight of the entropy bonus", low=0)
+    target_kl: float = opt(0.03, "stop the epochs of an iteration above this KL per pick", low=0)
+    cost_weight: float = opt(1.5, "fixed price of one unit of C_int, in points of score (phase 3 learns it)", low=0)
+    lr: float = opt(3e-4, "Adam learning rate", low=0)
+    clip_norm: float = opt(1.0, "gradient norm limit", low=0)
+    checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
+    amp: AmpConfig = sub(AmpConfig, init_scale=32768.0, growth_interval=1000)
+
+
+@dataclass
+class Phase3Config:
+    epochs: int = opt(100, "collect-and-learn rounds; the multiplier moves once in each", low=1)
+    fragment_length: int = opt(200, "control steps per environment and epoch", low=1)
+    sequence_length: int = opt(10, "control steps of one training sequence", low=2)
+    batch_size: int = opt(24, "sequences per rank and micro-batch", low=1)
+    accumulation: int = opt(2, "micro-batches per optimiser step", low=1)
+    passes: int = opt(4, "passes over the epoch's sequences", low=1)
+    lr: float = opt(1e-4, "AdamW learning rate", low=0)
+    weight_decay: float = opt(0.0, "AdamW weight decay", low=0)
+    warmup_steps: int = opt(0, "linear learning-rate warm-up", low=0)
+    clip_norm: float = opt(1.0, "gradient norm limit", low=0)
+    world_model_weight: float = opt(0.5, "weight of the auxiliary world-model loss", low=0)
+    risk_weight: float = opt(0.5, "weight of the shield's risk-head loss", low=0)
+    checkpointing: bool = opt(True, "recompute the world model's activations in the backward pass")
+    limit_start: float = opt(0.2, "first limit of C_int", low=0)
+    limit_end: float = opt(0.05, "last limit of C_int, reached after `limit_epochs`", low=0)
+    limit_epochs: int = opt(60, "epochs over which the limit falls linearly", low=1)
+    multiplier_init: float = opt(0.5, "first Lagrange multiplier", low=0)
+    multiplier_lr: float = opt(5.0, "dual ascent step per unit of C_int above the limit", low=0)
+    multiplier_max: float = opt(20.0, "upper clamp of the multiplier", low=0)
+    checkpoint_every: int = opt(10, "epochs between checkpoints; each starts fresh episodes", low=1)
+    amp: AmpConfig = sub(AmpConfig)
