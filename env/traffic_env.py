@@ -14,6 +14,7 @@ from env.score import EpisodeTotals
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, SPEED, action_space,
                         observation_space)
 
+
 class TrafficEnv(gymnasium.Env):
     """Mixed traffic on one SUMO process.
 

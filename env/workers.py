@@ -27,6 +27,8 @@ from env.launch import die_with_parent
 __all__ = ["FACTS", "Pool", "SerialPool", "WorkerError", "WorkerPool", "make_pool"]
 
 ROOT = str(Path(__file__).resolve().parent.parent)
+
+
 class WorkerError(Exception):
     """An environment failed; the message names worker, environment and seed and holds the worker's traceback."""
 
