@@ -1,7 +1,7 @@
 """Every setting of the project: type, default, range and meaning.
 
-The YAML files hold values; this file and configs/phases.py hold meaning. `opt` attaches the one-line description and
-the limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine (see default.yaml).
+The YAML files hold values; this file and configs/phases.py hold meaning. `opt` attaches the description and the
+limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine (see default.yaml).
 """
 from dataclasses import dataclass
 

@@ -178,8 +178,10 @@ def main(arguments=None):
         cfg = parse(__doc__, arguments).config
         collect(cfg)
     except (ConfigError, DataError, SumoError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; finished episodes are kept and the same command continues", file=sys.stderr)
     return 0
 
 

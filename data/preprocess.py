@@ -178,7 +178,7 @@ def main(arguments=None):
     try:
         preprocess(parse(__doc__, arguments).config)
     except (ConfigError, DataError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -129,10 +129,9 @@ class TrafficEnv(gymnasium.Env):
                 commands.append(sumo.accelerate(name, accel, min(e.control_interval, max(stop, e.step_length))))
                 effort += abs(accel)
             target = self.lane_number[slot] + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP:
+            if lane != KEEP and 0 <= target < self.lane_count[slot]:
+                commands.append(sumo.change_lane(name, target, e.lane_change_hold_s))
                 effort += 5.0
-                if 0 <= target < self.lane_count[slot]:
-                    commands.append(sumo.change_lane(name, target, e.lane_change_hold_s))
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.icv.sum()), 1)
 
@@ -141,11 +140,13 @@ class TrafficEnv(gymnasium.Env):
         ids, records, lanes, events = self.simulator.read(self.time)
         if first:  # nothing has been simulated yet
             events = {**events, "departed": [], "arrived": []}
+        lane = np.array([self.road.lane_index.get(name.decode(), -1) for name in lanes], int)
+        ids, records, lane = _keep(np.flatnonzero(lane >= 0), ids, records, lane)  # teleporting ones are on no lane
         slots, fresh = self._assign_slots(ids)
         seen = np.flatnonzero(slots >= 0)  # beyond max_vehicles nobody is seen or commanded, only counted
-        overflow, slots, records, fresh = len(ids) - len(seen), slots[seen], records[seen], fresh[seen]
-        ids, lanes = [ids[i] for i in seen], [lanes[i] for i in seen]
-        scene, surround = self._scene(ids, records, lanes, slots)
+        overflow = len(ids) - len(seen)
+        ids, records, lane, slots, fresh = _keep(seen, ids, records, lane, slots, fresh)
+        scene, surround = self._scene(ids, records, lane, slots)
         moved = np.where(fresh, 0.0, records["odometer"] - self.odometer[slots])
         self.odometer[slots] = records["odometer"]
         self.totals.step(scene, moved, self.route_length, events, overflow)
@@ -196,11 +197,10 @@ class TrafficEnv(gymnasium.Env):
         digest = hashlib.blake2b(b"%d:%b" % (self.seed, name), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.env_cfg.icv_share * 2 ** 64
 
-    def _scene(self, ids, records, lanes, slots):
+    def _scene(self, ids, records, lane, slots):
         """(SCENE array, surround features) of the vehicles that have slots."""
         self._learn_newcomers([name for name in ids if name not in self.known])
         road, scene = self.road, np.zeros(len(ids), graph.SCENE)
-        lane = np.array([road.lane_index[name.decode()] for name in lanes], int)
         route, length, route_m = (np.array(column) for column in zip(*(self.known[i] for i in ids))) if ids else (
             np.zeros(0, int), np.zeros(0), np.ones(0))
         self.lane, self.route_length = lane, route_m
@@ -232,6 +232,11 @@ class TrafficEnv(gymnasium.Env):
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}
+
+
+def _keep(rows, ids, *arrays):
+    """The given rows of a list and of arrays."""
+    return [ids[i] for i in rows], *(array[rows] for array in arrays)
 
 
 def make_env(cfg, folder=None):
