@@ -114,6 +114,8 @@ class Driver:
                 self.state[rows, :n] = after
             features = self.model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"],
                                            obs["mask"], obs["icv"])
+        for name in ("candidates", "scene"):  # decide on what is stored: the first PPO ratio is then exactly 1
+            features[name] = features[name].half().float()
         return {**features, "embedding": embedding, "before": before, "observation": obs}
 
     def decide(self, seen, deterministic, generator=None):

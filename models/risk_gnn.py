@@ -42,7 +42,7 @@ class RiskAttention(nn.Module):
     def _dense(self, q, k, v, bias, neighbours):
         """Scatter the biases into [B, heads, N, N]; -inf elsewhere; a vehicle always sees itself (no empty rows)."""
         b, h, n, _ = q.shape
-        mask = q.new_full((b, h, n, n + 1), float("-inf"))
+        mask = q.new_full((b, h, n, n + 8), float("-inf"))  # + 8: CUDA's kernels want aligned rows
         mask.scatter_(3, neighbours[:, None].expand(-1, h, -1, -1), bias.to(q.dtype))  # column N swallows "none"
         mask = mask[..., :n]
         mask.diagonal(dim1=2, dim2=3).zero_()

@@ -142,8 +142,9 @@ def test_limit_falls_linearly_and_then_stays():
     assert objectives.limit_at(0, 0.2, 0.05, 0) == 0.2  # no division by zero
 
 
-# Who sits in which slot: steps downwards, slots across, 0 = nobody. Slot 0 keeps its vehicle; in slot 1 vehicle 2 leaves
-# and comes back; in slot 2 vehicle 3 is replaced at once by 4; in slot 3 vehicle 5 appears late; slot 4 stays empty.
+# Who sits in which slot: steps downwards, slots across, 0 = nobody. Slot 0 keeps its vehicle; in slot 1 vehicle 2
+# leaves and comes back; in slot 2 vehicle 3 is replaced at once by 4; in slot 3 vehicle 5 appears late; slot 4 stays
+# empty.
 WHO = torch.tensor([[1, 2, 3, 0, 0],
                     [1, 2, 3, 0, 0],
                     [1, 0, 3, 0, 0],
