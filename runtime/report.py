@@ -16,12 +16,12 @@ table{border-collapse:collapse;display:block;overflow-x:auto}
 td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}
 svg{width:100%;max-width:28rem;height:auto}
-figure{display:inline-block;margin:.5rem;max-width:28rem;vertical-align:top}
+figure{display:inline-block;margin:.5rem;width:26rem;max-width:95%;vertical-align:top}
 pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
 SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
           "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
 COLOURS = ("#2a7de1", "#e1752a", "#2aa45c")
-CURVES = {1: (("rmse_position", "rmse_position_cv"), ("loss_held_out",)), 2: (("return",), ("c_int",)),
+CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)), 2: (("return",), ("c_int",)),
           3: (("c_int", "limit"), ("multiplier",), ("reward",))}
 
 
@@ -73,6 +73,7 @@ def curve_sections(rows):
     parts = []
     for phase, groups in CURVES.items():
         mine = [r for r in rows if r["phase"] == phase]
+        mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # the loss of phase 1 changes with its stage
         if mine:
             parts.append(f"<h2>Phase {phase}</h2>" + "".join(curve(mine, names) for names in groups))
     return parts
