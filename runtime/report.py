@@ -21,7 +21,8 @@ pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
 SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
           "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
 COLOURS = ("#2a7de1", "#e1752a", "#2aa45c")
-CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)), 2: (("return",), ("c_int",)),
+CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)),
+          2: (("return",), ("c_int",)),
           3: (("c_int", "limit"), ("multiplier",), ("reward",))}
 
 
@@ -73,7 +74,7 @@ def curve_sections(rows):
     parts = []
     for phase, groups in CURVES.items():
         mine = [r for r in rows if r["phase"] == phase]
-        mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # the loss of phase 1 changes with its stage
+        mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # a stage has its own loss
         if mine:
             parts.append(f"<h2>Phase {phase}</h2>" + "".join(curve(mine, names) for names in groups))
     return parts
