@@ -1,0 +1,397 @@
+"""Every command line for real, with configs/smoke.yaml and SUMO: the pipeline, resuming, evaluating, bad input.
+
+One run of the coordinator, interrupted in phase 2 and continued, serves most tests. Processes of a test are found by a
+word in their environment, which SUMO, workers and ranks inherit.
+"""
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import coordinator
+from configs import load_config
+from env.launch import find_binary, sumo_environment
+from runtime import checkpoint
+from runtime.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 300  # s; generous, because nothing here measures time
+MARK = f"pipeline-test-{uuid.uuid4().hex}"
+ENVIRONMENT = {**os.environ, "TEST_MARK": MARK, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+# One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
+SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
+         "phase1.epochs=6", "phase2.iterations=4", "phase3.epochs=4"]
+EPOCHS = {1: 6, 2: 4, 3: 4}
+SUMOCFG = "<configuration><input>{}</input></configuration>"
+SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
+
+
+def command(script, *arguments):
+    start = ["-m", script] if "." in script and not script.endswith(".py") else [str(ROOT / script)]
+    return [sys.executable, *start, *map(str, arguments)]
+
+
+def run(folder, *words):
+    """Run a command line to its end: .returncode, .stdout, .stderr."""
+    return subprocess.run(command(*words), cwd=folder, env=ENVIRONMENT, capture_output=True, text=True,
+                          timeout=DEADLINE)
+
+
+def interrupt(folder, run_name, phase, *words):
+    """Start a command line and press Ctrl-C (SIGINT to its process group) after the phase's first metrics line."""
+    log, metrics = folder / "interrupted.txt", folder / "runs" / run_name / "metrics.jsonl"
+    with open(log, "w") as out:
+        process = subprocess.Popen(command(*words), cwd=folder, env=ENVIRONMENT, stdout=out, stderr=out,
+                                   start_new_session=True)
+    try:
+        end, begun = time.monotonic() + DEADLINE, f'"phase": {phase}, '
+        while process.poll() is None and time.monotonic() < end and not (
+                metrics.exists() and begun in metrics.read_text()):
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(DEADLINE)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return SimpleNamespace(returncode=process.returncode, stdout=log.read_text())
+
+
+def survivors():
+    """Command lines of the processes that these tests started and that still live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if MARK.encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it has ended, or is not ours
+    return found
+
+
+def leaked_memory(before):
+    """New names in /dev/shm that no living process maps: segments whose owners died."""
+    new, used = set(os.listdir("/dev/shm")) - before, ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            used += maps.read_text()
+        except OSError:
+            continue
+    return sorted(name for name in new if f"/dev/shm/{name}" not in used)
+
+
+def tree(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def written_since(before, folder):
+    return [path for path, changed in tree(folder).items() if before.get(path) != changed]
+
+
+def assert_same_weights(*folders):
+    one, other = (checkpoint.load(folder)["weights"]["model"] for folder in folders)
+    assert list(one) == list(other) and [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def progress(folder, phase):
+    return [row["epoch"] for row in read_metrics(folder / "metrics.jsonl") if row["phase"] == phase]
+
+
+# ---- the whole pipeline ----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A coordinator run, interrupted in phase 2 and continued by the same command to its end."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    shared = set(os.listdir("/dev/shm"))
+    first = interrupt(folder, "smoke", 2, "coordinator.py", *SMOKE)
+    left, state = survivors(), json.loads((folder / "runs/smoke/state.json").read_text())
+    second = run(folder, "coordinator.py", *SMOKE)
+    return SimpleNamespace(folder=folder, run=folder / "runs" / "smoke", first=first, second=second, left=left,
+                           state=state, after=(survivors(), leaked_memory(shared)))
+
+
+def test_interrupt_stops_the_pipeline_cleanly(finished):
+    assert finished.first.returncode == 0, finished.first.stdout
+    assert finished.left == []
+    steps = finished.state["steps"]
+    assert [(name, step["status"], step["exit_code"]) for name, step in steps.items()] == [
+        ("collect", "done", 0), ("preprocess", "done", 0), ("phase1", "done", 0), ("phase2", "stopped", 0)]
+    assert "stopped in phase2" in finished.first.stdout and "Traceback" not in finished.first.stdout
+
+
+def test_same_command_continues_to_the_end(finished):
+    assert finished.second.returncode == 0, finished.second.stderr
+    assert "==== phase1" not in finished.second.stdout and "resumed from" in finished.second.stdout
+    state = json.loads((finished.run / "state.json").read_text())
+    assert {name: step["status"] for name, step in state["steps"].items()} == dict.fromkeys(coordinator.STEPS, "done")
+    for phase, last in EPOCHS.items():
+        assert progress(finished.run, phase) == list(range(1, last + 1))  # none lost, none twice
+        folder = finished.run / f"phase{phase}"
+        assert checkpoint.load(folder)["epoch"] == last and (folder / "latest").read_text() in os.listdir(folder)
+        assert not [name for name in os.listdir(folder) if name.startswith(".")]
+        for name in ("latest", "best"):
+            checkpoint.load_step(folder / (folder / name).read_text())
+    assert load_config(finished.run / "config.yaml") == load_config("configs/smoke.yaml", SMOKE[2:])
+    assert finished.after == ([], [])  # no process, no shared memory
+
+
+def test_second_call_runs_nothing_again(finished):
+    before = tree(finished.folder)
+    again = run(finished.folder, "coordinator.py", *SMOKE)
+    assert again.returncode == 0 and "====" not in again.stdout
+    assert {path.name for path in written_since(before, finished.folder)} <= {"state.json", "smoke"}
+
+
+def test_results_have_the_promised_structure(finished):
+    results, e = json.loads((finished.run / "evaluation.json").read_text()), load_config("configs/smoke.yaml").evaluate
+    rows, facts = results["episodes"], (results["scenario"], results["seeds"], results["sumo_version"])
+    assert facts == ("corridor", e.seeds, version("eclipse-sumo"))
+    assert [(r["controller"], r["seed"]) for r in rows] == [(c, s) for c in e.controllers for s in e.seeds]
+    promised = """controller seed loaded arrived ocr sigma_v abs_a c_int s_efficiency s_stability s_total collisions
+        teleports min_ttc hard_brakes shield_clips shield_emergencies controlled_vehicle_steps""".split()
+    assert all(set(promised) <= set(row) and row["loaded"] > 0 and row["arrived"] > 0 for row in rows)
+    assert all((row["c_int"] > 0) == (row["s_total"] != 0) for row in rows if row["controller"] in ("none", "random"))
+    assert list(results["summary"]) == e.controllers
+    for name, metrics in results["summary"].items():
+        assert set(metrics) == set(rows[0]) - {"controller", "seed"}
+        a, b = (r["sigma_v"] for r in rows if r["controller"] == name)
+        assert metrics["sigma_v"]["mean"] == pytest.approx((a + b) / 2)
+        assert metrics["sigma_v"]["ci95"] == pytest.approx(12.7062 * abs(a - b) / 2, rel=1e-4)  # Student's t, 1 degree
+    with open(finished.run / "evaluation.csv") as file:
+        table = list(csv.DictReader(file))
+    assert [list(row) for row in table] == [list(row) for row in rows]
+    assert [float(row["sigma_v"]) for row in table] == [row["sigma_v"] for row in rows]
+
+
+def test_report_is_one_file_that_needs_no_network(finished):
+    page = (finished.run / "report.html").read_text()
+    shown = "follower_stopper", "s_total", "Phase 1", "Phase 2", "Phase 3", "<svg", "1.28", "coordinator.py", "phase2:"
+    assert [text for text in shown if text not in page] == []
+    assert "src=" not in page and "http" not in page.replace("http-equiv", "")
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("phase", [1, 2, 3])
+def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
+    """Against phases 1 and 3 of the pipeline, which nobody interrupted, and a phase 2 that runs through."""
+    def start(name):
+        if phase > 1:  # from where the pipeline's own phase began
+            shutil.copytree(finished.run / f"phase{phase - 1}", finished.folder / "runs" / name / f"phase{phase - 1}")
+        return [*SCRIPT[phase], *SMOKE, f"run.name={name}"], finished.folder / "runs" / name / f"phase{phase}"
+    words, own = start(f"stopped{phase}")
+    first = interrupt(finished.folder, f"stopped{phase}", phase, *words)
+    assert first.returncode == 0 and "stopped and saved" in first.stdout and survivors() == [], first.stdout
+    done = checkpoint.load(own)["epoch"]
+    assert done < EPOCHS[phase]  # else the interrupt came too late to show anything
+    second = run(finished.folder, *words)
+    assert second.returncode == 0 and f"(epoch {done}," in second.stdout, second.stderr
+    assert progress(own.parent, phase) == list(range(1, EPOCHS[phase] + 1))
+    assert_same_weights(own, finished.run / f"phase{phase}")  # phase 2: interrupted within the coordinator
+    if phase == 2:
+        words, through = start("through")
+        assert run(finished.folder, *words).returncode == 0
+        assert_same_weights(own, through)
+
+
+def test_two_ranks_under_torchrun(finished):
+    words = [str(ROOT / "train_ddp.py"), "--phase", "1", *SMOKE, "run.name=ranks", "phase1.epochs=2"]
+    done = run(finished.folder, "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words)
+    assert done.returncode == 0 and done.stdout.count("phase 1 finished") == 1, done.stderr  # one rank speaks for both
+    state = checkpoint.load(finished.folder / "runs" / "ranks" / "phase1")
+    assert state["epoch"] == 2 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 2 * (24 // 8)
+    assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())
+    assert progress(finished.folder / "runs/ranks", 1) == [1, 2]
+
+
+# ---- order of the steps, without running them -------------------------------------------------------------------
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    """Call the coordinator's pipeline with steps that only note their names; `codes` are their exit codes in turn."""
+    monkeypatch.chdir(tmp_path)
+    plan = {step: {"processes": 1, "threads": 1} for step in coordinator.STEPS}
+    monkeypatch.setattr(coordinator, "resource_plan", lambda cfg: plan)
+    stop, names = SimpleNamespace(asked=False, child=None), []
+
+    def pipeline(*arguments, codes=(), stop_in=None):
+        codes, stop.asked = list(codes), stop_in == "before"
+        names.clear()
+
+        def noted(step, *_):
+            names.append(step)
+            (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
+            stop.asked = stop.asked or step == stop_in
+            return codes.pop(0) if codes else 0
+        monkeypatch.setattr(coordinator, "run_step", noted)
+        options = coordinator.parse("", ["--config", "configs/smoke.yaml", *arguments], coordinator.add_options)
+        return coordinator.pipeline(options, stop), list(names)
+    return pipeline
+
+
+def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
+    assert steps("--only", "phase1", codes=[1, 0]) == (0, ["phase1", "phase1"])
+    assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
+    assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
+    assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
+
+
+def test_steps_follow_one_another_and_are_not_repeated(steps):
+    everything = list(coordinator.STEPS)
+    assert steps(codes=[0, 0, 0, 7, 7]) == (7, ["collect", "preprocess", "phase1", "phase2", "phase2"])
+    assert steps() == (0, everything[3:]) and steps() == (0, [])
+    assert steps("--only", "evaluate") == (0, ["evaluate"])
+    assert steps("--from-phase", "2") == (0, everything[3:])
+    assert sorted(p.name for p in Path("runs/smoke").glob("*.old*")) == ["phase2.old1", "phase3.old1"]
+
+
+def test_stop_between_two_steps_starts_nothing_more(steps):
+    """A signal while no step was running was remembered, but the whole next phase ran before it was obeyed."""
+    assert steps(stop_in="before") == (0, [])
+    assert steps(stop_in="collect") == (0, ["collect"])
+
+
+def test_stopped_repetition_is_continued_by_the_same_command(steps):
+    """`--from-phase 2`, stopped, promised that "the same command continues", which then began phase 2 anew."""
+    assert steps()[0] == 0
+    assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
+    assert steps("--from-phase", "2")[1] == ["phase3", "evaluate", "report"]
+
+
+# ---- evaluating ------------------------------------------------------------------------------------------------
+
+def scores(folder, name, *words):
+    """Rows of evaluate.py by (controller, seed)."""
+    done = run(folder, "evaluate.py", "--out", f"{name}/results.json", *words)
+    assert done.returncode == 0 and (folder / name / "results.csv").exists(), done.stderr
+    return rows_of(folder / name / "results.json")
+
+
+def rows_of(path):
+    return {(row["controller"], row["seed"]): row for row in json.loads(path.read_text())["episodes"]}
+
+
+@pytest.fixture(scope="module")
+def eager(finished):
+    """The finished policy with a release gate that always commands: a little trained one may release everybody."""
+    state = checkpoint.load(finished.run / "phase3")
+    weights = state["weights"]["model"]
+    gate, = (weights[name] for name in weights if name.startswith("controller.action") and weights[name].shape == (5,))
+    gate[4] = -10.0
+    checkpoint.save(finished.folder / "runs/eager/phase3", 1, state)
+    return finished.folder / "runs" / "eager"
+
+
+def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
+    several = ["--controllers", "policy", "--seeds", "1002,1001", "evaluate.workers=3"]
+    again = scores(finished.folder, "a", "--checkpoint", "runs/smoke", *several)
+    before = rows_of(finished.run / "evaluation.json")
+    assert list(again) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
+    assert again == {job: before[job] for job in again}
+    one = ["--controllers", "policy", "--seeds", "1001-1002", "evaluate.workers=1"]
+    rows = scores(finished.folder, "b", "--checkpoint", eager, *several)
+    assert rows == scores(finished.folder, "c", "--checkpoint", eager, *one)
+    assert all((row["controlled_vehicle_steps"] > 50) == (name == "policy") for (name, _), row in rows.items())
+
+
+def user_network(folder):
+    """A grid with traffic lights, cars and buses, as a stranger would bring it; returns its .sumocfg."""
+    grid = "--grid --grid.number 3 --grid.length 150 --grid.attach-length 100 --default.lanenumber 2".split()
+    subprocess.run([find_binary("netgenerate"), *grid, "--default-junction-type", "traffic_light", "-o", "grid.net.xml"],
+                   cwd=folder, env=sumo_environment(), check=True, capture_output=True)
+    ways = [("left0A0", "C0right0"), ("left1A1", "C1right1"), ("bottom1B0", "B2top1"), ("top0A2", "C0right0")]
+    flows = [f'<flow id="{kind}{i}" type="{kind}" from="{a}" to="{b}" begin="0" end="900" vehsPerHour="{rate}"/>'
+             for kind, rate in (("car", 500), ("bus", 100)) for i, (a, b) in enumerate(ways)]
+    (folder / "trips.rou.xml").write_text('<routes><vType id="car"/><vType id="bus" vClass="bus" length="12" '
+                                          f'maxSpeed="15"/>{"".join(flows)}</routes>')
+    (folder / "town.sumocfg").write_text(SUMOCFG.format('<net-file value="grid.net.xml"/>'
+                                                        '<route-files value="trips.rou.xml"/>'))
+    return folder / "town.sumocfg"
+
+
+def test_network_of_a_user_needs_no_change_of_code(eager, tmp_path):
+    town = user_network(tmp_path).name
+    rows = scores(tmp_path, "town", "--scenario", town, "--controllers", "none,policy", "--seeds", "7,8",
+                  "--checkpoint", eager, "evaluate.horizon_s=100")
+    assert json.loads((tmp_path / "town/results.json").read_text())["scenario"] == town and len(rows) == 4
+    for (name, _), row in rows.items():
+        assert row["loaded"] > 40 and row["arrived"] > 5 and 0 < row["sigma_v"] < 15 and row["steps"] == 100
+        assert (row["controlled_vehicle_steps"] > 50) == (name == "policy")
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------
+
+def refused(folder, *words, may_write=""):
+    """Standard error of a command that must end with 2, one message, no traceback, and nothing written."""
+    before = tree(folder)
+    done = run(folder, *words)
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "Traceback" not in done.stdout + done.stderr, done.stderr
+    written = [str(path.relative_to(folder)) for path in written_since(before, folder)]
+    assert [path for path in written if not (may_write and path.startswith(may_write))] == []
+    assert survivors() == []
+    return done.stderr
+
+
+GONE, EVALUATE = "env.scenario=gone.sumocfg", ["evaluate.py", "--config", "configs/smoke.yaml", "--controllers"]
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["coordinator.py", *SMOKE, "phase1.epochz=3"], ["command line", "phase1.epochz", "did you mean phase1.epochs?"]),
+    (["coordinator.py", "--config", "mine.yaml"], ["mine.yaml"]),
+    (["train_rl.py", "--config", "wrong.yaml"], ["wrong.yaml", "phase2.gama", "0.5", "phase2.gamma"]),
+    (["train_rl.py", *SMOKE, "run.device=cuda"], ["run.device"]),
+    *((["train_ddp.py", "--phase", phase, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for phase in "13"),
+    *(([script, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for script in ("train_rl.py", "data.collect")),
+    (["coordinator.py", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
+    (["data.preprocess", *SMOKE], ["datasets/smoke/raw/metadata.json", "data.collect"]),
+    ([*EVALUATE, "none", "--scenario", "gone.sumocfg"], ["gone.sumocfg"]),
+    ([*EVALUATE, "none", "--scenario", "bad.sumocfg"], ["bad.sumocfg", "SUMO said: Error", "bad.net.xml", "fast"]),
+    ([*EVALUATE, "none,polizy"], ["controllers", "polizy", "lane_advice, "]),
+    ([*EVALUATE, "none", "--seeds", "1001-x"], ["--seeds", "1001-x"]),
+    ([*EVALUATE, "none,policy"], ["policy", "--checkpoint"]),
+    ([*EVALUATE, "policy", "--checkpoint", "runs/gone"], ["runs/gone"])], ids=lambda v: v[0] if len(v) > 2 else "")
+def test_bad_input_is_one_message_and_nothing_starts(tmp_path, words, expected):
+    """config.yaml was written before the scenario was looked at, and run.device=cuda without a GPU ended with 1."""
+    (tmp_path / "wrong.yaml").write_text("base: smoke.yaml\nphase2: {gama: 0.5}")
+    (tmp_path / "bad.sumocfg").write_text(SUMOCFG.format('<net-file value="bad.net.xml"/>'))
+    (tmp_path / "bad.net.xml").write_text('<net version="1.20"><edge id="a" from="x" to="y"><lane id="a_0" index="0" '
+                                          'speed="fast" length="9" shape="0,0 9,0"/></edge></net>')
+    message = refused(tmp_path, *words, may_write="runs" if words[0] == "coordinator.py" and GONE in words else "")
+    assert [text for text in expected if text not in message] == []
+
+
+@pytest.mark.parametrize("case", ["damaged", "foreign", "other interval", "foreign under torchrun"])
+def test_wrong_checkpoint_is_one_message(finished, tmp_path, case):
+    """Under torchrun, bad input ended with 1, one message and a traceback per rank, and was tried a second time."""
+    folder = tmp_path / "runs" / "smoke" / "phase3"
+    shutil.copytree(finished.run / "phase3", folder)
+    if case == "damaged":
+        for state in folder.glob("step_*/state.pt"):
+            content = bytearray(state.read_bytes())
+            content[len(content) // 2] ^= 1
+            state.write_bytes(content)
+        message = refused(tmp_path, "evaluate.py", "--checkpoint", "runs/smoke", "--seeds", "1")
+        assert all(str(Path(*path.parts[-5:])) in message for path in folder.glob("step_*/state.pt"))
+    elif case == "other interval":
+        message = refused(tmp_path, "evaluate.py", "--checkpoint", "runs/smoke", "env.control_interval=0.5")
+        assert "control_interval" in message and "0.5" in message
+    elif case == "foreign":
+        message = refused(tmp_path, "train_ddp.py", "--phase", "3", *SMOKE, "model.preset=full")
+        assert "preset: checkpoint 'small', here 'full'" in message and "runs/smoke/phase3" in message
+    else:
+        message = refused(tmp_path, "coordinator.py", "--only", "phase3", *SMOKE, "coordinator.nproc=2",
+                          "env.max_commands=4", may_write="runs")
+        assert "max_commands: checkpoint 5, here 4" in message

@@ -1,0 +1,432 @@
+"""env/road.py and env/graph.py: who follows whom, the neighbour graph and the bounds of all features.
+
+The vectorised code is compared with naive Python loops on a small hand-made network and on random vehicles.
+"""
+import math
+
+import numpy as np
+import pytest
+
+from env import graph
+from env.road import FREE_SPEED, MAX_HOPS, Road, Traffic
+
+# a (two lanes) leads to b by both lanes and to c by its left lane (a diverge); the ramp m joins b; the left lane of b
+# ends, its right lane leads to d. Names with ":" are junction lanes. m_0 comes last: index -1 must never stand for it.
+LANES = [(":J_0_0", 5, [("b_0", "")]), (":J_0_1", 5, [("b_1", "")]), (":J_1_0", 8, [("c_0", "")]),
+         (":J_2_0", 6, [("b_0", "")]), (":K_0_0", 4, [("d_0", "")]),
+         ("a_0", 100, [("b_0", ":J_0_0")]), ("a_1", 100, [("b_1", ":J_0_1"), ("c_0", ":J_1_0")]),
+         ("b_0", 80, [("d_0", ":K_0_0")]), ("b_1", 80, []), ("c_0", 60, []), ("d_0", 120, []),
+         ("m_0", 50, [("b_0", ":J_2_0")])]
+ROUTES = (("a", "b", "d"), ("a", "c"), ("m", "b", "d"))
+# (lane, route, place in the route) where a vehicle can be; on a junction lane the route points at the edge before it.
+PLACES = [("a_0", 0, 0), ("a_1", 0, 0), ("a_0", 1, 0), ("a_1", 1, 0), ("b_0", 0, 1), ("b_1", 0, 1), ("b_0", 2, 1),
+          ("c_0", 1, 1), ("d_0", 0, 2), ("d_0", 2, 2), ("m_0", 2, 0), (":J_0_0", 0, 0), (":J_0_1", 0, 0),
+          (":J_1_0", 1, 0), (":J_2_0", 2, 0), (":K_0_0", 0, 1), (":K_0_0", 2, 1)]
+MARGIN = 12.0  # longest vehicle, m: so near to the lookahead "nobody there" is right as well
+LENGTH = {lane: metres for lane, metres, _ in LANES}
+LINKS = {lane: links for lane, _, links in LANES}
+
+
+def edge(lane):
+    return lane.rpartition("_")[0]
+
+
+class Scene:
+    """Vehicles [(lane, pos, speed, length, route, place in the route)] and the Traffic that product code builds."""
+
+    def __init__(self, vehicles, lookahead=200.0, lanes=LANES, routes=ROUTES):
+        self.vehicles, self.routes, self.road, self.lookahead = vehicles, routes, Road.from_lanes(lanes), lookahead
+        flat, start = [-1, -1], []
+        for route in routes:
+            start.append(len(flat))
+            flat += [self.road.edge_index[name] for name in route] + [-1, -1]
+        column = list(zip(*vehicles)) or [()] * 6
+        self.lane = np.array([self.road.lane_index[name] for name in column[0]], int)
+        at = np.array([start[r] + place for r, place in zip(column[4], column[5])], int)
+        pos, speed, length = (np.array(column[i], float) for i in (1, 2, 3))
+        self.traffic = Traffic(self.road, self.lane, pos, speed, length, at, np.array(flat), lookahead)
+
+    def side(self, side):
+        """Lane index beside each vehicle: 0 own, 1 left, -1 right."""
+        return self.lane if side == 0 else self.road.neighbour_lane(self.lane, side)
+
+
+def random_vehicles(rng, count):
+    picks = [PLACES[i] for i in rng.integers(0, len(PLACES), count)]
+    return [(lane, rng.uniform(0, LENGTH[lane]), rng.uniform(0, 30), rng.uniform(3, 12), route, place)
+            for lane, route, place in picks]
+
+
+def naive_ahead(scene, i, lane):
+    """(index or -1, gap, speed) by walking lane by lane."""
+    _, pos, _, _, route, place = scene.vehicles[i]
+    on = lambda name: [(v[1], j) for j, v in enumerate(scene.vehicles) if v[0] == name]  # noqa: E731
+    in_front = [(p, j) for p, j in on(lane) if p > pos]
+    travelled = -pos
+    for _ in range(MAX_HOPS + 1):
+        if in_front:
+            p, j = min(in_front)
+            return j, travelled + p - scene.vehicles[j][3], scene.vehicles[j][2]
+        travelled += LENGTH[lane]
+        wanted = scene.routes[route][place + 1:place + 2]
+        if not wanted:
+            return -1, scene.lookahead, FREE_SPEED  # the route ends here
+        ways = [via or following for following, via in LINKS[lane] if edge(following) == wanted[0]]
+        if not ways:
+            return -1, travelled, 0.0  # the lane does not lead on: a wall
+        lane = ways[0]
+        place += not lane.startswith(":")
+        in_front = on(lane)
+    raise AssertionError("the hand-made network is shorter than that")
+
+
+def naive_behind(scene, i, lane):
+    """(gap, speed) of the nearest vehicle behind, on the lane itself or on any lane that leads to it."""
+    _, pos, _, length, _, _ = scene.vehicles[i]
+    same = [(pos - length - v[1], v[2]) for v in scene.vehicles if v[0] == lane and v[1] < pos]
+    if same:
+        return min(same)
+    found, todo = [], [(lane, 0.0)]
+    while todo:
+        current, between = todo.pop()
+        for before in (name for name, _, links in LANES if current in [via or to for to, via in links]):
+            found += [(pos - length + between + LENGTH[before] - v[1], v[2])
+                      for j, v in enumerate(scene.vehicles) if v[0] == before and j != i]
+            todo.append((before, between + LENGTH[before]))
+    return min(found, default=(scene.lookahead, 0.0))
+
+
+# ---- static facts ----------------------------------------------------------------------------------------------
+
+def test_links_follow_junction_lanes_and_diverge():
+    road = Road.from_lanes(LANES)
+    name = {index: lane for lane, index in road.lane_index.items()}
+    edges = {index: e for e, index in road.edge_index.items()}
+    links = {lane: {(name[n], edges[e]) for n, e in zip(road.link_lane[i], road.link_edge[i]) if n >= 0}
+             for lane, i in road.lane_index.items()}
+    assert links["a_0"] == {(":J_0_0", "b")}
+    assert links["a_1"] == {(":J_0_1", "b"), (":J_1_0", "c")}
+    assert links[":J_1_0"] == {("c_0", "c")}
+    assert links["b_1"] == links["c_0"] == set()
+    assert [lane for lane, i in road.lane_index.items() if road.internal[i]] == [lane for lane, _, _ in LANES[:5]]
+
+
+def test_coordinate_is_the_distance_to_the_nearest_exit():
+    road = Road.from_lanes(LANES)
+    # Metres to the exit: d 120, b 80 + 4 + 120 (its ending lane by moving right), a by c (100 + 8 + 60), m 50 + 6 + b.
+    remaining = {"d_0": 120, "b_0": 204, "b_1": 204, "c_0": 60, "a_0": 168, "a_1": 168, "m_0": 260, ":J_2_0": 210}
+    assert road.extent == 260
+    for lane, metres in remaining.items():
+        assert road.coordinate[road.lane_index[lane]] == 260 - metres, lane
+
+
+def test_neighbour_lanes():
+    road = Road.from_lanes(LANES)
+    lanes = np.arange(len(LANES))
+    name = [lane for lane, _, _ in LANES] + ["none"]
+    left = dict(zip(name, (name[i] for i in road.neighbour_lane(lanes, 1))))
+    right = dict(zip(name, (name[i] for i in road.neighbour_lane(lanes, -1))))
+    assert left.pop("a_0") == "a_1" and left.pop("b_0") == "b_1"
+    assert right.pop("a_1") == "a_0" and right.pop("b_1") == "b_0"
+    # :J_0_0 and :J_0_1 lie side by side, but nobody changes lane inside a junction.
+    assert {*left.values(), *right.values()} == {"none"}
+
+
+def ring(quarters=4, metres=50, gap=1):
+    """A closed network: edges q0, q1, ... of one lane, joined by junction lanes."""
+    lanes = [(f":n{q}_0_0", gap, [(f"q{q}_0", "")]) for q in range(quarters)]
+    return lanes + [(f"q{q}_0", metres, [(f"q{(q + 1) % quarters}_0", f":n{(q + 1) % quarters}_0_0")])
+                    for q in range(quarters)]
+
+
+def test_coordinate_of_a_closed_network_grows_around_the_ring_with_one_cut():
+    road = Road.from_lanes(ring())
+    assert road.extent == pytest.approx(4 * 51)
+    place, jumps = 0, []
+    for _ in range(8):
+        following = road.link_lane[place, 0]
+        step = road.coordinate[following] - road.coordinate[place] - road.lane_length[place]
+        jumps += [step] if abs(step) > 1e-9 else []
+        place = following
+    assert jumps == [pytest.approx(-4 * 51)]
+
+
+# ---- leaders and followers --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("lookahead", [60.0, 200.0])
+@pytest.mark.parametrize("seed", range(12))
+def test_ahead_equals_a_walk_along_the_lanes(seed, lookahead):
+    rng = np.random.default_rng(seed)
+    scene = Scene(random_vehicles(rng, int(rng.integers(1, 40))), lookahead)
+    for side in (0, 1, -1):
+        lanes = scene.side(side)
+        who, gap, speed = scene.traffic.ahead(lanes)
+        for i in np.flatnonzero(lanes >= 0):
+            j, metres, v = naive_ahead(scene, i, LANES[lanes[i]][0])
+            if metres < lookahead - MARGIN:
+                assert (who[i], gap[i], speed[i]) == (j, pytest.approx(metres), v), (side, scene.vehicles[i])
+            else:
+                assert lookahead - MARGIN <= gap[i] <= lookahead
+
+
+@pytest.mark.parametrize("lookahead", [60.0, 200.0])
+@pytest.mark.parametrize("seed", range(12))
+def test_behind_equals_a_search_over_all_lanes_that_lead_here(seed, lookahead):
+    rng = np.random.default_rng(100 + seed)
+    scene = Scene(random_vehicles(rng, int(rng.integers(1, 40))), lookahead)
+    for side in (0, 1, -1):
+        lanes = scene.side(side)
+        gap, speed = scene.traffic.behind(lanes)
+        for i in np.flatnonzero(lanes >= 0):
+            metres, v = naive_behind(scene, i, LANES[lanes[i]][0])
+            if metres < lookahead - MARGIN:
+                assert (gap[i], speed[i]) == (pytest.approx(metres), v), (side, scene.vehicles[i])
+            else:
+                assert gap[i] >= lookahead - MARGIN
+
+
+def test_leader_across_a_junction_lane():
+    scene = Scene([("a_0", 90, 20, 5, 0, 0), ("b_0", 30, 8, 4, 0, 1)])
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (1, 10 + 5 + 30 - 4, 8)
+
+
+def test_leader_on_the_junction_lane_whose_tail_is_still_on_the_lane_before():
+    scene = Scene([("a_0", 98, 20, 5, 0, 0), (":J_0_0", 2, 3, 12, 0, 0)])
+    who, gap, _ = scene.traffic.ahead(scene.lane)
+    assert who[0] == 1 and gap[0] == 2 + 2 - 12
+
+
+def test_each_vehicle_follows_its_own_route_at_a_diverge():
+    scene = Scene([("a_1", 90, 20, 5, 0, 0), ("a_1", 95, 21, 5, 1, 0),
+                   ("b_1", 10, 7, 5, 0, 1), ("c_0", 10, 9, 5, 1, 1)])
+    who, _, speed = scene.traffic.ahead(scene.lane)
+    assert who[0] == 1
+    assert (who[1], speed[1]) == (3, 9)
+    alone = Scene([scene.vehicles[0], *scene.vehicles[2:]])
+    who, gap, speed = alone.traffic.ahead(alone.lane)
+    assert (who[0], gap[0], speed[0]) == (1, 10 + 5 + 10 - 5, 7)
+
+
+def test_dead_end_lane_is_a_standing_obstacle():
+    scene = Scene([("b_1", 30, 20, 5, 0, 1), ("a_0", 70, 20, 5, 1, 0)])
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert who.tolist() == [-1, -1] and speed.tolist() == [0, 0]
+    assert gap.tolist() == [50, 30]  # the second is on a lane that does not lead to its route's next edge
+
+
+@pytest.mark.parametrize("lane, route, place", [("d_0", 0, 2), ("c_0", 1, 1)])
+def test_nobody_is_ahead_where_the_route_ends(lane, route, place):
+    """The -1 that ends a route matched the -1 that pads the links of a lane without successors: vehicles near their
+    exit followed the first vehicle of the network's last lane, hundreds of metres away."""
+    scene = Scene([(lane, 50, 20, 5, route, place), ("m_0", 25, 3, 5, 2, 0)])
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (-1, 200, FREE_SPEED)
+
+
+def test_two_vehicles_exactly_abreast_see_each_other_from_the_next_lane():
+    """Equal positions were neither ahead nor behind: a lane change into the vehicle beside looked free."""
+    scene = Scene([("a_0", 50, 20, 5, 0, 0), ("a_1", 50, 15, 5, 1, 0)])
+    left = scene.side(1)
+    _, gap, _ = scene.traffic.ahead(left)
+    rear_gap, _ = scene.traffic.behind(left)
+    assert min(gap[0], rear_gap[0]) < 0
+
+
+def test_nobody_follows_itself_around_a_ring():
+    lanes = ring()
+    scene = Scene([("q1_0", 10, 5, 5, 0, 1)], 300.0, lanes, [tuple(f"q{i % 4}" for i in range(12))])
+    who, _, speed = scene.traffic.ahead(scene.lane)
+    gap, _ = scene.traffic.behind(scene.lane)
+    assert (who[0], speed[0]) == (-1, FREE_SPEED) and gap[0] == 300
+
+
+def test_gaps_and_lengths_add_up_around_a_ring():
+    lanes, rng = ring(), np.random.default_rng(0)
+    laps = [tuple(f"q{(start + i) % 4}" for i in range(12)) for start in range(4)]
+    vehicles = [(f"q{q}_0", pos, 5.0, 5.0, q, 0) for q in range(4) for pos in np.sort(rng.uniform(0, 50, 3))]
+    scene = Scene(vehicles, 200.0, lanes, laps)
+    who, gap, _ = scene.traffic.ahead(scene.lane)
+    assert sorted(who) == list(range(12))
+    assert (gap + 5).sum() == pytest.approx(4 * 51)
+    assert sorted(scene.traffic.behind(scene.lane)[0]) == pytest.approx(sorted(gap))
+
+
+def test_leader_beyond_the_lookahead_is_nobody():
+    """On the own lane a vehicle 900 m ahead was reported as one at the end of the lookahead, with its own speed."""
+    scene = Scene([("x_0", 50, 20, 5, 0, 0), ("x_0", 955, 3, 5, 0, 0)], 200.0, [("x_0", 1000, [])], [("x",)])
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (-1, 200, FREE_SPEED)
+    rear_gap, rear_speed = scene.traffic.behind(scene.lane)
+    assert (rear_gap[1], rear_speed[1]) == (200, 0)
+
+
+def test_followers_are_searched_as_far_as_leaders():
+    """Followers were searched over 200 m of lanes, whatever `graph.lookahead_m` said."""
+    lanes = [(f"s{i}_0", 150, [(f"s{i + 1}_0", "")] if i < 4 else []) for i in range(5)]
+    route = ("s0", "s1", "s2", "s3", "s4")
+    scene = Scene([("s4_0", 10, 9, 5, 0, 4), ("s1_0", 100, 20, 5, 0, 1)], 500.0, lanes, [route])
+    metres = 50 + 150 + 150 + 10 - 5
+    who, gap, _ = scene.traffic.ahead(scene.lane)
+    assert (who[1], gap[1]) == (0, metres)
+    gap, speed = scene.traffic.behind(scene.lane)
+    assert (gap[0], speed[0]) == (metres, 20)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_merging_counts_the_vehicles_on_edges_that_join(seed):
+    rng = np.random.default_rng(seed)
+    scene = Scene(random_vehicles(rng, 25))
+    distance, waiting = scene.traffic.merging()
+    joins = {"a": "m", "m": "a"}  # both lead to b; c, b and d are entered from one edge only
+    for i, (lane, pos, *_) in enumerate(scene.vehicles):
+        other = joins.get(edge(lane))
+        assert waiting[i] == sum(edge(v[0]) == other for v in scene.vehicles)
+        assert distance[i] == pytest.approx(LENGTH[lane] - pos if other else 500.0)
+
+
+def test_no_vehicles():
+    scene = Scene([])
+    assert [len(x) for x in (*scene.traffic.ahead(scene.lane), *scene.traffic.behind(scene.lane))] == [0] * 5
+    assert [len(x) for x in scene.traffic.merging()] == [0, 0]
+    assert graph.surround_features(scene.traffic, np.zeros(0, graph.SCENE)).shape == (0, len(graph.SURROUND))
+
+
+def test_surround_features_hold_leaders_and_show_missing_lanes_as_zero():
+    scene = Scene([("a_0", 40, 20, 5, 0, 0), ("a_0", 80, 10, 5, 0, 0),
+                   ("a_1", 60, 12, 5, 1, 0), ("a_1", 20, 9, 5, 1, 0)])
+    facts = np.zeros(4, graph.SCENE)
+    out = {name: value for name, value in zip(graph.SURROUND, graph.surround_features(scene.traffic, facts).T)}
+    assert (facts["lead"][0], facts["lead_gap"][0], facts["lead_speed"][0]) == (1, 35, 10)
+    assert [out[name][0] for name in graph.SURROUND[:6]] == [35, 10, 15, 12, 15, 9]
+    assert out["has_left"].tolist() == [1, 1, 0, 0] and out["has_right"].tolist() == [0, 0, 1, 1]
+    assert [out[name][0] for name in graph.SURROUND[6:10]] == [0] * 4
+    assert out["merge_distance"][0] == 60 and out["merge_vehicles"][0] == 0
+
+
+# ---- the neighbour graph ----------------------------------------------------------------------------------------
+
+def random_scene(rng, n):
+    scene = np.zeros(n, graph.SCENE)
+    for name, low, high in (("x", 0, 400), ("y", 0, 30), ("angle", 0, 360), ("speed", 0, 30), ("length", 3, 12),
+                            ("lead_gap", -3, 200), ("accel", -9, 3)):
+        scene[name] = rng.uniform(low, high, n)
+    others = [[j for j in range(n) if j != i] for i in range(n)]
+    scene["lead"] = [rng.choice(some) if rng.random() < 0.7 else -1 for some in others]
+    return scene
+
+
+def naive_edge(scene, i, j, lead):
+    """(gap, relative speed, TTC, THW) of the pair, from the definitions."""
+    me, other, heading = scene[i], scene[j], math.radians(scene[i]["angle"])  # angle: clockwise from north
+    dx, dy = other["x"] - me["x"], other["y"] - me["y"]
+    along = dx * math.sin(heading) + dy * math.cos(heading)
+    across = abs(dx * math.cos(heading) - dy * math.sin(heading))
+    ahead = lead or along >= 0
+    front, rear = (other, me) if ahead else (me, other)
+    gap = me["lead_gap"] if lead else max(abs(along) - front["length"], 0.0)
+    closing = rear["speed"] - front["speed"]
+    on_course = (lead or across < 2.0) and closing > 0.1
+    ttc = min(max(gap, 0) / closing, 20) if on_course else 20
+    thw = min(max(gap, 0) / max(rear["speed"], 0.5), 10)
+    return [min(gap, 200) if ahead else -min(gap, 200), other["speed"] - me["speed"], ttc, thw]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_neighbour_graph_equals_a_loop_over_all_pairs(seed):
+    rng = np.random.default_rng(seed)
+    n, k, radius = int(rng.integers(2, 40)), int(rng.integers(1, 12)), float(rng.choice([30, 200]))
+    scene = random_scene(rng, n)
+    neighbours, edges = graph.neighbour_graph(scene, k, radius)
+    assert neighbours.shape == (n, k) and edges.shape == (n, k, 4)
+    for i in range(n):
+        distance = np.hypot(scene["x"] - scene["x"][i], scene["y"] - scene["y"][i])
+        nearest = [j for j in np.argsort(distance) if j != i][:k]
+        lead = scene["lead"][i]
+        if lead >= 0 and lead not in nearest:
+            nearest[-1] = lead  # in place of the farthest
+        expected = [j for j in nearest if distance[j] <= radius or j == lead]
+        places = np.flatnonzero(neighbours[i] >= 0)
+        assert neighbours[i][places].tolist() == expected
+        for place in places:
+            j = neighbours[i, place]
+            assert edges[i, place] == pytest.approx(naive_edge(scene, i, j, j == lead), rel=1e-5, abs=1e-5)
+        assert not edges[i][neighbours[i] < 0].any()
+
+
+def test_edge_features_of_two_vehicles_in_a_row():
+    scene = np.zeros(2, graph.SCENE)
+    scene["x"], scene["angle"], scene["speed"], scene["length"], scene["lead"] = [0, 30], 90, [20, 10], 5, -1
+    neighbours, edges = graph.neighbour_graph(scene, 4, 200.0)
+    assert neighbours.tolist() == [[1, -1, -1, -1], [0, -1, -1, -1]]
+    assert edges[0, 0].tolist() == [25, -10, 2.5, 1.25]
+    assert edges[1, 0].tolist() == [-25, 10, 2.5, 1.25]  # the same danger seen from the front
+
+
+def test_leader_is_a_neighbour_however_many_are_nearer():
+    scene = np.zeros(10, graph.SCENE)
+    scene["x"], scene["angle"], scene["length"], scene["lead"] = np.arange(10) * 3.0, 90, 5, -1
+    scene["x"][9], scene["lead"][0], scene["lead_gap"][0] = 900, 9, 150  # a detour: near by road, far through the air
+    neighbours, edges = graph.neighbour_graph(scene, 4, 200.0)
+    assert neighbours[0].tolist() == [1, 2, 3, 9]
+    assert edges[0, 3, 0] == 150
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_graph_of_nobody_and_of_one(n):
+    scene = np.zeros(n, graph.SCENE)
+    scene["lead"] = -1
+    neighbours, edges = graph.neighbour_graph(scene, 4, 200.0)
+    assert neighbours.shape == (n, 4) and (neighbours == -1).all()
+    assert edges.shape == (n, 4, 4) and not edges.any()
+    counts = {"waiting": 0, "departed": 0, "arrived": 0, "ocr": 0.0}
+    assert np.isfinite(graph.global_features(scene, counts, 1.0)).all()
+    assert graph.node_features(scene, 100.0, 0.0).shape == (n, 9)
+
+
+@pytest.mark.parametrize("vehicles, k", [(0, 4), (1, 4), (16, 4), (17, 5), (40, 10), (60, 15), (61, 16), (600, 16)])
+def test_adaptive_k(vehicles, k):
+    assert graph.adaptive_k(vehicles) == k
+
+
+# ---- bounds -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("gap, speed, lead_speed, ttc", [
+    (20, 20, 10, 2.0), (20, 10, 20, 20.0), (20, 10, 10, 20.0), (-1, 20, 10, 0.0), (0, 20, 10, 0.0), (1e6, 20, 10, 20.0),
+    (0, 10.05, 10, 20.0)])
+def test_time_to_collision(gap, speed, lead_speed, ttc):
+    assert graph.time_to_collision(np.array([gap]), np.array([speed]), np.array([lead_speed])) == ttc
+
+
+def test_conflicts_are_short_times_or_hard_brakes():
+    scene = np.zeros(4, graph.SCENE)
+    scene["lead_gap"], scene["speed"], scene["lead_speed"] = [19, 21, 200, 200], 20, [10, 10, 20, 20]
+    scene["accel"] = [0, 0, -4.0, -3.9]
+    assert graph.conflicts(scene).tolist() == [True, False, True, False]
+
+
+def test_features_are_bounded_and_finite_in_half_precision():
+    rng = np.random.default_rng(0)
+    scene = random_scene(rng, 50)
+    wild = {"position": (-50, 1e6), "lane_end": (0, 1e6), "progress": (-1, 1e4), "accel": (-500, 500), "x": (-1e6, 1e6),
+            "lead_gap": (-30, 1e6), "length": (0, 30), "speed": (0, 70), "lead_speed": (0, 70)}
+    for name, extremes in wild.items():
+        scene[name] = rng.choice(extremes, 50)
+    counts = {"waiting": 100_000, "departed": 900, "arrived": 900, "ocr": 1.0}
+    neighbours, edges = graph.neighbour_graph(scene, 16, 200.0)
+    nodes = graph.node_features(scene, 260.0, 12_345.0)
+    for features in (nodes, edges, graph.global_features(scene, counts, 0.1)):
+        half = features.astype(np.float16)
+        assert np.isfinite(half).all() and np.abs(half).max() <= 1000
+    assert np.abs(nodes[:, 3]).max() <= 5 and nodes[:, [0, 5]].min() >= 0 and nodes[:, [0, 5]].max() <= 1
+    assert nodes[:, 4].max() <= 500 and np.abs(edges[..., 0]).max() <= 200
+    assert edges[..., 2:].min() >= 0 and edges[..., 2].max() <= 20 and edges[..., 3].max() <= 10
+    assert nodes[:, 7] ** 2 + nodes[:, 8] ** 2 == pytest.approx(1)
+
+
+def test_surround_features_are_bounded():
+    lanes = [("x_0", 90_000, []), ("x_1", 90_000, [])]
+    vehicles = [(f"x_{i % 2}", pos, 30.0, 20.0, 0, 0) for i, pos in enumerate(np.linspace(1, 80_000, 30))]
+    scene = Scene(vehicles, 1000.0, lanes, [("x",)])
+    half = graph.surround_features(scene.traffic, np.zeros(30, graph.SCENE)).astype(np.float16)
+    assert np.isfinite(half).all() and np.abs(half).max() <= 1000
