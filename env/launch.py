@@ -1,5 +1,6 @@
 """Finding and starting SUMO's real binaries from the eclipse-sumo wheel, without SUMO_HOME."""
 import ctypes
+import functools
 import importlib.util
 import os
 import signal
@@ -36,10 +37,12 @@ def sumo_environment():
     return {**os.environ, "SUMO_HOME": str(sumo_home())}
 
 
-def die_with_parent():
-    """Ask the kernel to kill this process when its parent dies (Linux)."""
+def die_with_parent(parent=None):
+    """Ask the kernel to kill this process when its parent dies (Linux). `parent`: the pid it must still have."""
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:  # it died before we could ask
+        os._exit(1)
 
 
 def launch(command, stderr):
@@ -48,4 +51,5 @@ def launch(command, stderr):
     The process is killed with the *thread* that starts it, so call this from one that lives as long as it is needed.
     """
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-                            env=sumo_environment(), process_group=0, preexec_fn=die_with_parent)
+                            env=sumo_environment(), process_group=0,
+                            preexec_fn=functools.partial(die_with_parent, os.getpid()))

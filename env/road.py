@@ -31,8 +31,9 @@ class Road:
     joins: list
 
     @classmethod
-    def from_lanes(cls, lanes):
-        """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them."""
+    def from_lanes(cls, lanes, reach=250.0):
+        """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
+        searched at most `reach` m upstream."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:
@@ -54,7 +55,7 @@ class Road:
         extent = max(float(remaining.max()), 1.0)
         joins = _joining_edges(link_edge, edge_of, internal, len(edges))
         return cls(index, edges, length, edge_of, number, edge_lanes, link_lane, link_edge, extent - remaining, extent,
-                   _upstream(length, link_lane, 200.0), internal, joins)
+                   _upstream(length, link_lane, reach), internal, joins)
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
@@ -87,13 +88,16 @@ class Traffic:
         the route is an obstacle that stands still (index -1, speed 0).
         """
         n, here = len(lane), lane >= 0
-        place = np.searchsorted(self.key, lane * 1e6 + self.pos, "right")
+        # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
+        key = lane * 1e6 + self.pos
+        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "right"), np.searchsorted(self.key, key, "left"))
         same = here & (place < self.end[lane])
         who = np.where(same, self.order[np.minimum(place, n - 1)], -1)
         gap = np.where(same, self.pos[who] - self.length[who] - self.pos, self.lookahead)
         speed = np.where(same, self.speed[who], FREE_SPEED)
         self._search_downstream(lane, np.flatnonzero(here & ~same), who, gap, speed)
-        return who, np.minimum(gap, self.lookahead), speed
+        far = (gap >= self.lookahead) | (who == np.arange(n))  # alone on a closed road one would follow oneself
+        return np.where(far, -1, who), np.where(far, self.lookahead, gap), np.where(far, FREE_SPEED, speed)
 
     def _search_downstream(self, lane, rest, who, gap, speed):
         """Fill who, gap and speed of the vehicles `rest`, which are the first on their lane, in place."""
@@ -105,7 +109,7 @@ class Traffic:
             if not len(rest):
                 return
             target = self.routes[at + 1]
-            fits = road.link_edge[current] == target[:, None]
+            fits = (road.link_edge[current] == target[:, None]) & (target >= 0)[:, None]  # -1 also fills unused links
             leads_on, ends_here = fits.any(1), target < 0
             wall = ~leads_on & ~ends_here
             gap[rest[wall]], speed[rest[wall]] = travelled[wall], 0.0
@@ -120,7 +124,9 @@ class Traffic:
 
     def behind(self, lane):
         """Who would follow each vehicle if it were on `lane` [N]: (gap m, speed m/s), each [N]."""
-        place = np.searchsorted(self.key, lane * 1e6 + self.pos, "left") - 1
+        key = lane * 1e6 + self.pos
+        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "left"),
+                         np.searchsorted(self.key, key, "right")) - 1
         same = (lane >= 0) & (place >= self.first[lane])
         who = self.order[np.maximum(place, 0)]
         gap = np.where(same, self.pos - self.length - self.pos[who], self.lookahead)
@@ -132,7 +138,8 @@ class Traffic:
                     distance = (self.pos[i] - self.length[i] + between + self.road.lane_length[upstream] - self.pos[j])
                     if j != i and distance < gap[i]:
                         gap[i], speed[i] = distance, self.speed[j]
-        return gap, speed
+        far = gap >= self.lookahead
+        return np.where(far, self.lookahead, gap), np.where(far, 0.0, speed)
 
     def merging(self):
         """(distance to the lane end where other edges join, m; vehicles on those edges), each [N]."""

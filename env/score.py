@@ -21,8 +21,8 @@ class EpisodeTotals:
     def __init__(self, reward_cfg, interval, horizon_s):
         self.cfg, self.steps_expected = reward_cfg, horizon_s / interval
         self.loaded = self.departed = self.arrived = self.collisions = self.teleports = self.overflow = 0
-        self.effort = self.commands = 0.0
-        self.reward = 0.0
+        self.effort = self.commands = self.reward = 0.0
+        self.before_start = 0  # collisions of the warm-up end no episode
         self.forget_averages()
 
     def forget_averages(self):
@@ -30,6 +30,7 @@ class EpisodeTotals:
         self.steps = self.busy_steps = self.hard_brakes = 0
         self.sigma_sum = self.abs_a_sum = self.icv_sum = self.reward_sum = self.speed_sum = 0.0
         self.min_ttc = math.inf
+        self.before_start, self.collisions = self.before_start + self.collisions, 0
 
     def intervention(self, effort, vehicles):
         """Add the effort (sum |a| + 5 per lane change) and number of vehicles commanded in one control step."""
@@ -39,9 +40,10 @@ class EpisodeTotals:
     def step(self, scene, moved, route_length, events, overflow):
         """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read."""
         before = self.collisions
-        self.loaded = events["stats.vehicles.loaded"]
-        self.collisions, self.teleports = events["stats.safety.collisions"], events["stats.teleports.total"]
-        self.departed += len(events["departed"])
+        self.departed = events["stats.vehicles.inserted"]
+        self.loaded = self.departed + events["stats.vehicles.waiting"]  # SUMO's own "loaded" counts future ones as well
+        self.collisions = events["stats.safety.collisions"] - self.before_start
+        self.teleports = events["stats.teleports.total"]
         self.arrived += len(events["arrived"])
         self.overflow += overflow
         self.steps += 1

@@ -19,7 +19,8 @@ from env.wire import accelerate, change_lane, set_modes
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "accelerate", "change_lane", "set_modes"]
 
 POLL_S = 0.002        # between two attempts to connect (the stock client sleeps 1 s)
-COUNTERS = ("stats.vehicles.loaded", "stats.teleports.total", "stats.safety.collisions")
+COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
+ALL_CHECKS, OWN_LANE_CHANGES = 31, 1621  # SUMO's default modes
 
 
 class SumoTimeout(SumoError):
@@ -72,9 +73,15 @@ class Sumo:
         try:
             self.client._socket.settimeout(self.start_timeout_s)
             self.client.load(arguments)
+            self.client.simulation.getTime()  # SUMO answers `load` before it has opened the files
             self.client._socket.settimeout(self.call_timeout_s)
         except (TraCIException, FatalTraCIError, OSError, AttributeError) as error:
             raise self._failure(f"SUMO could not load {' '.join(arguments)}: {error}") from None
+
+    @property
+    def alive(self):
+        """Whether there is a process to talk to (after an error there is none)."""
+        return self.process is not None and self.process.poll() is None
 
     def close(self):
         """End the process and its connection; safe to call twice."""
@@ -143,23 +150,25 @@ class Sumo:
     def read(self, now):
         """All vehicles on the road and what happened since the last call of `step`.
 
-        Returns (ids [N] bytes, records (N,) RECORD, lanes [N] bytes, events) with events = {"departed": ids,
-        "arrived": ids, "colliding": ids (last simulation step), **COUNTERS}. One round trip.
+        Returns (ids, records (N,) RECORD, lane ids, route ids, events): ids are lists of N bytes, events = {"departed":
+        ids, "arrived": ids, "colliding": ids (last simulation step), **COUNTERS}. One round trip.
         """
         events = [tc.VAR_DEPARTED_VEHICLES_IDS, tc.VAR_ARRIVED_VEHICLES_IDS, tc.VAR_COLLIDING_VEHICLES_IDS]
         answer = self.exchange(wire.context(now) + b"".join(wire.get(tc.CMD_GET_SIM_VARIABLE, v, b"") for v in events)
                                + b"".join(wire.get(tc.CMD_GET_SIM_VARIABLE, tc.VAR_PARAMETER, b"", name.encode())
                                           for name in COUNTERS))
-        at, ids, records, lanes = wire.decode_context(answer)
+        at, ids, records, lanes, routes = wire.decode_context(answer)
         values = []
         for _ in range(len(events) + len(COUNTERS)):
             at, value = wire.value(answer, at)
             values.append(value)
-        return ids, records, lanes, dict(zip(("departed", "arrived", "colliding"), values),
+        return ids, records, lanes, routes, dict(zip(("departed", "arrived", "colliding"), values),
                                          **{k: int(float(v)) for k, v in zip(COUNTERS, values[3:])})
 
     def get(self, requests):
         """Values of [(variable, vehicle id bytes)] in one round trip; None where SUMO knows no such vehicle."""
+        if not requests:
+            return []  # SUMO would not answer an empty message
         answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, v, i) for v, i in requests))
         at, values = 0, []
         for _ in requests:

@@ -43,7 +43,7 @@ class TrafficEnv(gymnasium.Env):
         n = self.env_cfg.max_vehicles
         self.slot_of, self.free, self.known = {}, list(range(n)), {}
         self.names, self.icv = [None] * n, np.zeros(n, bool)
-        self.odometer, self.moded = np.zeros(n), set()
+        self.odometer, self.allowed, self.driven = np.zeros(n), np.zeros(n), set()
         self.route_index, self.routes = {}, [-1, -1]
         self.time = self.begin = self.simulator.client.simulation.getTime()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -91,14 +91,15 @@ class TrafficEnv(gymnasium.Env):
                 "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
 
     def _start_traffic(self):
-        if self.simulator is not None and self.episodes % self.env_cfg.recycle_episodes == 0:
+        if self.simulator is not None and (not self.simulator.alive
+                                           or self.episodes % self.env_cfg.recycle_episodes == 0):
             self.simulator.close()
             self.simulator = None
         if self.simulator is None:
             self.scenario = self.scenario or build_scenario(self.cfg, self.folder)
             self.simulator = sumo.Sumo(self._arguments(), self.env_cfg.call_timeout_s, self.env_cfg.start_timeout_s)
             if self.road is None:
-                self.road = Road.from_lanes(self.simulator.road_lanes())
+                self.road = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50)
                 self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
         else:
             self.simulator.load(self._arguments())
@@ -111,44 +112,61 @@ class TrafficEnv(gymnasium.Env):
 
     def _commands(self, slots, accels, lanes, brakes):
         """(packed commands, cost of the step). Commands to empty slots, human drivers or a slot twice are ignored."""
-        e, commands, effort, seen = self.env_cfg, [], 0.0, set()
+        e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), set()
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
-            if slot >= e.max_vehicles or not self.icv[slot] or self.names[slot] is None or slot in seen:
+            if not 0 <= slot < e.max_vehicles or not self.icv[slot] or slot in seen:
                 continue
             seen.add(slot)
-            accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
             name = self.names[slot]
-            if name not in self.moded:
-                commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
-                self.moded.add(name)
-            if not np.isnan(accel):
-                # SUMO spreads the change of speed over the whole duration, even when the vehicle stands before: ask
-                # for braking only as long as it takes to stop.
-                stop = self.observation["nodes"][slot, SPEED] / -accel if accel < 0 else e.control_interval
-                commands.append(sumo.accelerate(name, accel, min(e.control_interval, max(stop, e.step_length))))
+            if brake > 0 or not np.isnan(accel):
+                accel = self._permitted(slot, accel, brake)
+                if name not in self.driven:
+                    commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
+                commands.append(self._accelerate(slot, accel))
+                driven.add(name)
                 effort += abs(accel)
             target = self.lane_number[slot] + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
             if lane != KEEP and 0 <= target < self.lane_count[slot]:
                 commands.append(sumo.change_lane(name, target, e.lane_change_hold_s))
                 effort += 5.0
+        for name in sorted(self.driven - driven):  # without its safe-speed check SUMO's driver ignores speed limits too
+            commands += sumo.set_modes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES)
+        self.driven = driven
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.icv.sum()), 1)
 
+    def _permitted(self, slot, accel, brake):
+        """The acceleration that is sent, m/s^2: within the action's range and, gently, within the speed limit."""
+        if brake > 0:
+            return -min(float(brake), MAX_BRAKE)
+        excess = (self.allowed[slot] - self.observation["nodes"][slot, SPEED]) / self.env_cfg.control_interval
+        return float(np.clip(min(accel, max(excess, -1.0)), ACCEL_LOW, ACCEL_HIGH))
+
+    def _accelerate(self, slot, accel):
+        """SUMO spreads the change of speed over the whole duration, even when the vehicle stands before: so braking is
+        asked for only as long as it takes to stop."""
+        e = self.env_cfg
+        stop = self.observation["nodes"][slot, SPEED] / -accel if accel < 0 else e.control_interval
+        return sumo.accelerate(self.names[slot], accel, min(e.control_interval, max(float(stop), e.step_length)))
+
     def _observe(self, first=False):
         """Read SUMO, update slots, build the observation and the totals."""
-        ids, records, lanes, events = self.simulator.read(self.time)
+        ids, records, lanes, routes, events = self.simulator.read(self.time)
         if first:  # nothing has been simulated yet
             events = {**events, "departed": [], "arrived": []}
         lane = np.array([self.road.lane_index.get(name.decode(), -1) for name in lanes], int)
-        ids, records, lane = _keep(np.flatnonzero(lane >= 0), ids, records, lane)  # teleporting ones are on no lane
+        routes = np.array(routes, object)
+        # Vehicles that are being teleported are on no lane.
+        ids, records, lane, routes = _keep(np.flatnonzero(lane >= 0), ids, records, lane, routes)
         slots, fresh = self._assign_slots(ids)
         seen = np.flatnonzero(slots >= 0)  # beyond max_vehicles nobody is seen or commanded, only counted
         overflow = len(ids) - len(seen)
-        ids, records, lane, slots, fresh = _keep(seen, ids, records, lane, slots, fresh)
+        ids, records, lane, routes, slots, fresh = _keep(seen, ids, records, lane, routes, slots, fresh)
+        self._learn_routes(ids, routes)
         scene, surround = self._scene(ids, records, lane, slots)
         moved = np.where(fresh, 0.0, records["odometer"] - self.odometer[slots])
-        self.odometer[slots] = records["odometer"]
+        self.odometer[slots], self.allowed[slots] = records["odometer"], records["allowed"]
         self.totals.step(scene, moved, self.route_length, events, overflow)
         counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
                   "arrived": len(events["arrived"]), "ocr": self.totals.ocr}
@@ -181,7 +199,7 @@ class TrafficEnv(gymnasium.Env):
         for name in [name for name in self.slot_of if name not in present]:
             slot = self.slot_of.pop(name)
             self.names[slot], self.icv[slot] = None, False
-            self.moded.discard(name)
+            self.driven.discard(name)
             heapq.heappush(self.free, slot)
         slots, fresh = np.empty(len(ids), int), np.zeros(len(ids), bool)
         for i, name in enumerate(ids):
@@ -199,10 +217,8 @@ class TrafficEnv(gymnasium.Env):
 
     def _scene(self, ids, records, lane, slots):
         """(SCENE array, surround features) of the vehicles that have slots."""
-        self._learn_newcomers([name for name in ids if name not in self.known])
         road, scene = self.road, np.zeros(len(ids), graph.SCENE)
-        route, length, route_m = (np.array(column) for column in zip(*(self.known[i] for i in ids))) if ids else (
-            np.zeros(0, int), np.zeros(0), np.ones(0))
+        route, length, route_m = np.array([self.known[i][1:] for i in ids]).reshape(-1, 3).T
         self.lane, self.route_length = lane, route_m
         for name in ("angle", "speed", "accel", "odometer"):
             scene[name] = records[name]
@@ -212,15 +228,16 @@ class TrafficEnv(gymnasium.Env):
         scene["lane_end"] = road.lane_length[lane] - records["pos"]
         scene["progress"] = records["odometer"] / route_m
         traffic = Traffic(road, lane, records["pos"].astype(float), scene["speed"], length,
-                          route + records["route_index"], np.array(self.routes), self.cfg.graph.lookahead_m)
+                          route.astype(int) + records["route_index"], np.array(self.routes), self.cfg.graph.lookahead_m)
         return scene, graph.surround_features(traffic, scene)
 
-    def _learn_newcomers(self, names):
-        """Ask once for what does not change: route and length. `known[id]` = (route start, length m, route m)."""
-        if not names:
-            return
+    def _learn_routes(self, ids, routes):
+        """Ask once for what does not change: `known[id]` = (route id, place in `routes`, length m, route m). A vehicle
+        that is sent another way gets another route id."""
+        news = [(name, route) for name, route in zip(ids, routes) if self.known.get(name, ("",))[0] != route]
+        names = [name for name, _ in news]
         answers = self.simulator.get([(v, name) for name in names for v in (sumo.tc.VAR_EDGES, sumo.tc.VAR_LENGTH)])
-        for name, edges, length in zip(names, answers[::2], answers[1::2]):
+        for (name, route), edges, length in zip(news, answers[::2], answers[1::2]):
             edges = tuple(edges or ())
             if edges not in self.route_index:
                 numbers = [self.road.edge_index[e.decode()] for e in edges]
@@ -228,7 +245,7 @@ class TrafficEnv(gymnasium.Env):
                 self.route_index[edges] = (len(self.routes), max(float(metres), 1.0))
                 self.routes += numbers + [-1, -1]
             start, metres = self.route_index[edges]
-            self.known[name] = (start, float(length or 5.0), metres)
+            self.known[name] = (route, start, float(length or 5.0), metres)
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}

@@ -13,11 +13,13 @@ EVERYWHERE = 1.0e9    # radius of the context subscription, m
 # What is read of every vehicle, in wire order: (TraCI variable, field, bytes and type of the value after its type tag).
 READINGS = ((tc.VAR_POSITION, "xy", (">f8", 2)), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
             (tc.VAR_ACCELERATION, "accel", ">f8"), (tc.VAR_LANEPOSITION, "pos", ">f8"),
-            (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
+            (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ALLOWED_SPEED, "allowed", ">f8"),
+            (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
+STRINGS = (tc.VAR_LANE_ID, tc.VAR_ROUTE_ID)  # read after them; the only values of variable length
 _head = [(f"tag_{name}", "V3") for _, name, _ in READINGS]  # variable, status, type: three bytes before each value
 RECORD = np.dtype([column for head, (_, name, kind) in zip(_head, READINGS)
                    for column in (head, (name, *kind) if isinstance(kind, tuple) else (name, kind))])
-LANE_HEAD = 3         # the same three bytes before the lane id, the only string
+HEAD = 3              # the same three bytes before each string
 
 
 # ---- commands for `Sumo.step` ----------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ def get(code, variable, name, parameter=None):
 
 def context(now):
     """A context subscription over all vehicles that ends at once: SUMO evaluates it now and never again."""
-    variables = [variable for variable, _, _ in READINGS] + [tc.VAR_LANE_ID]
+    variables = [variable for variable, _, _ in READINGS] + list(STRINGS)
     return command(tc.CMD_SUBSCRIBE_SIM_CONTEXT, struct.pack("!dd", 0.0, now) + _text(b"") + struct.pack(
         "!BdB", tc.CMD_GET_VEHICLE_VARIABLE, EVERYWHERE, len(variables)) + bytes(variables))
 
@@ -104,7 +106,7 @@ def value(answer, at):
 
 
 def decode_context(answer):
-    """Cut the records of all vehicles out of the answer: only their two strings have variable length."""
+    """Cut the records of all vehicles out of the answer: (place behind it, ids, records, lane ids, route ids)."""
     at, error = status(answer, 0)
     if error:
         raise SumoError(f"SUMO refused the context subscription: {error}")
@@ -112,12 +114,14 @@ def decode_context(answer):
     at = head + 1 + 4 + 1 + 1  # response code, empty object id, domain, number of variables
     count, = struct.unpack_from("!i", answer, at)
     at += 4
-    ids, lanes, cut, length_of = [], [], [], struct.Struct("!i").unpack_from
+    ids, lanes, routes, cut, length_of = [], [], [], [], struct.Struct("!i").unpack_from
     for _ in range(count):
         begin = at + 4 + length_of(answer, at)[0]
         ids.append(answer[at + 4:begin])
-        middle = begin + RECORD.itemsize
-        cut.append(answer[begin:middle])
-        at = middle + LANE_HEAD + 4 + length_of(answer, middle + LANE_HEAD)[0]
-        lanes.append(answer[middle + LANE_HEAD + 4:at])
-    return end, ids, np.frombuffer(b"".join(cut), RECORD), lanes
+        lane = begin + RECORD.itemsize + HEAD
+        cut.append(answer[begin:lane - HEAD])
+        route = lane + 4 + length_of(answer, lane)[0] + HEAD
+        lanes.append(answer[lane + 4:route - HEAD])
+        at = route + 4 + length_of(answer, route)[0]
+        routes.append(answer[route + 4:at])
+    return end, ids, np.frombuffer(b"".join(cut), RECORD), lanes, routes
