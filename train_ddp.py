@@ -49,7 +49,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     """One optimiser step from several micro-batches: [(arguments of module.forward)], gradients summed.
 
     All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. Returns
-    (mean of the logged values, gradient norm, whether the step was skipped because of an overflow).
+    (logged values of the whole step, gradient norm, whether the step was skipped because of an overflow).
     """
     logs, last = [], len(micro_batches) - 1
     for i, arguments in enumerate(micro_batches):
@@ -299,6 +299,9 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
     rescale_values(progress.model.controller, team, sequences)
     stream = StreamingDataset(sequences, min(p.batch_size, len(sequences["before"])), p.passes,
                               cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
+    if len(stream) < p.accumulation:
+        raise ConfigError(f"phase3: {stream.count} sequences x {p.passes} passes do not fill one optimiser step of "
+                          f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}")
     for batch in DataLoader(stream, batch_size=None):
         window.append({name: value.float() if value.dtype == torch.float16 else value
                        for name, value in to_device(batch, team.device).items()})

@@ -15,6 +15,7 @@ import time
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from configs import ConfigError
 from configs.command_line import parse
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -86,6 +87,9 @@ def steps_per_env(p, envs, team):
     team.say(f"phase 2: {total} environments x {fragments} fragments x {p.fragment_length} steps = "
              f"{total * fragments * p.fragment_length} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of "
              f"minibatches of {p.minibatch_size} = {team.world} ranks x {p.minibatch_size // team.world}")
+    if fragments * p.fragment_length * envs < p.minibatch_size // team.world:
+        raise ConfigError(f"phase2.minibatch_size={p.minibatch_size} is larger than the {fragments * p.fragment_length * total} "
+                          "steps of an iteration")
     return fragments * p.fragment_length
 
 

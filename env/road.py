@@ -90,7 +90,8 @@ class Traffic:
         n, here = len(lane), lane >= 0
         # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
         key = lane * 1e6 + self.pos
-        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "right"), np.searchsorted(self.key, key, "left"))
+        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "right"),
+                         np.searchsorted(self.key, key, "left"))
         same = here & (place < self.end[lane])
         who = np.where(same, self.order[np.minimum(place, n - 1)], -1)
         gap = np.where(same, self.pos[who] - self.length[who] - self.pos, self.lookahead)

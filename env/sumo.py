@@ -162,8 +162,9 @@ class Sumo:
         for _ in range(len(events) + len(COUNTERS)):
             at, value = wire.value(answer, at)
             values.append(value)
-        return ids, records, lanes, routes, dict(zip(("departed", "arrived", "colliding"), values),
-                                         **{k: int(float(v)) for k, v in zip(COUNTERS, values[3:])})
+        happened = dict(zip(("departed", "arrived", "colliding"), values))
+        happened.update({name: int(float(value)) for name, value in zip(COUNTERS, values[len(happened):])})
+        return ids, records, lanes, routes, happened
 
     def get(self, requests):
         """Values of [(variable, vehicle id bytes)] in one round trip; None where SUMO knows no such vehicle."""

@@ -25,6 +25,7 @@ class CheckpointError(Exception):
 def save(folder, step, state, keep_last=3, best=False):
     """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`."""
     folder = Path(folder)
+    _put_back(folder)
     final, work = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -35,7 +36,7 @@ def save(folder, step, state, keep_last=3, best=False):
         facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}
         manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
         _write(work / "manifest.json", json.dumps(manifest, indent=1))
-    except OSError:
+    except BaseException:  # torch reports a full disk as RuntimeError
         shutil.rmtree(work, ignore_errors=True)
         raise
     if final.exists():  # the same step again, after a resume: never two halves under one name
@@ -57,7 +58,8 @@ def load(folder, which="latest", device="cpu"):
     A damaged one is named on standard output and the one before it is used; CheckpointError when all are damaged.
     """
     folder = Path(folder)
-    steps = sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)
+    _put_back(folder)
+    steps = _steps(folder)[::-1]
     if not steps:
         if (folder / "latest").exists():
             raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none")
@@ -80,13 +82,13 @@ def load_step(step, device="cpu"):
     """The state of one checkpoint folder; CheckpointError names the file that is missing, damaged or refused."""
     try:
         manifest = json.loads((step / "manifest.json").read_text())
-        expected = manifest["files"]["state.pt"]
+        size, digest = (manifest["files"]["state.pt"][key] for key in ("bytes", "sha256"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
     path = step / "state.pt"
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}")
-    if not path.exists() or path.stat().st_size != expected["bytes"] or _hash(path) != expected["sha256"]:
+    if not path.exists() or path.stat().st_size != size or _hash(path) != digest:
         raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest")
     try:
         return torch.load(path, map_location=device, weights_only=True)
@@ -99,6 +101,8 @@ def load_weights(model, weights, schema, source):
 
     `schema` are the feature names and sizes this program works with; they must equal the checkpoint's.
     """
+    if not isinstance(weights, dict) or not {"schema", "model"} <= set(weights):
+        raise CheckpointError(f"{source}: not a checkpoint of this program (no weights with a schema)")
     theirs = weights["schema"]
     problems = [f"{key}: checkpoint {theirs.get(key)!r}, here {value!r}" for key, value in schema.items()
                 if theirs.get(key) != value]
@@ -142,9 +146,22 @@ def _tuples(value):
     return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
+def _put_back(folder):
+    """A crash while a step was being replaced leaves the old one under its waiting name: give it its name again."""
+    for old in folder.glob(".old_step_*"):
+        final = folder / old.name.removeprefix(".old_")
+        if not final.exists():
+            old.rename(final)
+
+
+def _steps(folder):
+    """Checkpoint folders, oldest first; by number, since step_1000000 comes before step_999999 as text."""
+    return sorted((p for p in folder.glob("step_*") if p.is_dir()), key=lambda p: int(p.name.removeprefix("step_")))
+
+
 def _prune(folder, keep_last):
     """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers."""
-    steps = sorted(p for p in folder.glob("step_*") if p.is_dir())
+    steps = _steps(folder)
     best = (folder / "best").read_text().strip() if (folder / "best").exists() else ""
     for old in [*steps[:-keep_last], *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
         if old.name != best:

@@ -64,10 +64,14 @@ class PeakMemory(threading.Thread):
         self.every_s, self.peak, self.at_peak, self.done = every_s, 0.0, {}, threading.Event()
 
     def run(self):
+        self._sample()
         while not self.done.wait(self.every_s):
-            table = tree_memory()
-            if sum(table.values()) > self.peak:
-                self.peak, self.at_peak = sum(table.values()), table
+            self._sample()
+
+    def _sample(self):
+        table = tree_memory()
+        if sum(table.values()) > self.peak:
+            self.peak, self.at_peak = sum(table.values()), table
 
     def stop(self):
         """Stop sampling; returns the peak as one line of text."""

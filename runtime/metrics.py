@@ -84,7 +84,7 @@ class Metrics:
             return
         rows = read_metrics(self.path)
         kept = [r for r in rows if r["phase"] != self.phase or r["epoch"] <= epoch]
-        if len(kept) != len(rows):
+        if len(kept) != len(rows) or not self.path.read_text().endswith("\n"):  # half a line swallows the next
             self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
 
 

@@ -46,7 +46,9 @@ class HysteresisScaler(torch.amp.GradScaler):
 
     def load_state_dict(self, state):
         own = ("overflows_in_row", "overflows", "steps_since_growth")
-        super().load_state_dict({name: value for name, value in state.items() if name not in own})
+        scale = {name: value for name, value in state.items() if name not in own}
+        if scale:  # empty when saved with scaling off: start from init_scale
+            super().load_state_dict(scale)
         self.__dict__.update({name: state[name] for name in own if name in state})
 
 

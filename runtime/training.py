@@ -32,7 +32,7 @@ def first_weights(model, cfg, folder, phases, say):
     for phase in phases:
         state = checkpoint.load(folder / f"phase{phase}", "best" if phase == 1 else "latest")
         if state is not None:
-            checkpoint.load_weights(model, state["weights"], schema(cfg), folder / f"phase{phase}")
+            checkpoint.load_weights(model, state.get("weights"), schema(cfg), folder / f"phase{phase}")
             say(f"weights: {folder / f'phase{phase}'} (epoch {state['epoch']})")
             return
     say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
@@ -51,7 +51,7 @@ class Progress:
         state = checkpoint.load(self.folder)
         if state is None:
             return False
-        checkpoint.load_weights(self.model, state["weights"], schema(self.cfg), self.folder)
+        checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.counters.update(state["counters"])

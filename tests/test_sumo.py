@@ -65,7 +65,7 @@ def vehicle(name, depart=0.0, more='departLane="0" departPos="100" departSpeed="
 
 
 def speed_of(simulator, name, now):
-    ids, records, _, _ = simulator.read(now)
+    ids, records, *_ = simulator.read(now)
     return float(records["speed"][ids.index(name)])
 
 
@@ -74,7 +74,7 @@ def speed_of(simulator, name, now):
 def test_bulk_readings_equal_the_stock_getters(start, corridor):
     simulator = start(arguments(corridor))
     simulator.step(80.0)
-    ids, records, lanes, events = simulator.read(80.0)
+    ids, records, lanes, _, events = simulator.read(80.0)
     stock, simulation = simulator.client.vehicle, simulator.client.simulation
     getters = {"xy": stock.getPosition, "angle": stock.getAngle, "speed": stock.getSpeed,
                "accel": stock.getAcceleration, "pos": stock.getLanePosition, "odometer": stock.getDistance,
@@ -97,7 +97,7 @@ def test_bulk_readings_equal_the_stock_getters(start, corridor):
 def test_reading_an_empty_road(start, road):
     simulator = start(arguments(road(vehicle("late", 100.0))))
     for until in (0.0, 1.0):
-        ids, records, lanes, events = simulator.read(until)
+        ids, records, lanes, _, events = simulator.read(until)
         assert (len(ids), len(records), len(lanes), events["departed"]) == (0, 0, 0, [])
         simulator.step(until + 1.0)
 
@@ -124,7 +124,7 @@ def test_any_vehicle_name(start, road, name):
 def test_events_of_one_long_step_cover_all_simulation_steps(start, corridor):
     simulator = start(arguments(corridor))
     simulator.step(120.0)
-    ids, _, _, events = simulator.read(120.0)
+    ids, _, _, _, events = simulator.read(120.0)
     departed, arrived = events["departed"], events["arrived"]
     inserted = int(simulator.client.simulation.getParameter("", "stats.vehicles.inserted"))
     assert len(departed) == len(set(departed)) == inserted
@@ -144,7 +144,7 @@ def test_leaders_agree_with_sumo(start, corridor):
     leader_of, route_of = simulator.client.vehicle.getLeader, simulator.client.vehicle.getRoute
     for now in range(60, 500, 55):
         simulator.step(float(now))
-        ids, records, lanes, _ = simulator.read(float(now))
+        ids, records, lanes, *_ = simulator.read(float(now))
         lane = np.array([network.lane_index[name.decode()] for name in lanes])
         for name in ids:
             if name not in begin:
@@ -173,7 +173,7 @@ def test_corridor_reproduces_the_reference_figures(start, corridor):
         for seed in seeds:
             simulator.load(arguments(corridor, seed))
             simulator.step(900.0)
-            events = simulator.read(900.0)[3]
+            events = simulator.read(900.0)[4]
             loaded = int(simulator.client.simulation.getParameter("", "stats.vehicles.loaded"))
             yield len(events["arrived"]), loaded, events["stats.safety.collisions"]
 
@@ -190,7 +190,7 @@ def test_load_gives_bit_identical_trajectories(start, corridor):
         parts = []
         for now in range(10, 100, 10):
             simulator.step(float(now))
-            ids, records, lanes, events = simulator.read(float(now))
+            ids, records, lanes, _, events = simulator.read(float(now))
             parts.append((ids, records.tobytes(), lanes, events))
         return parts
     fresh = trajectory(start(arguments(corridor, 3)))
@@ -237,7 +237,7 @@ def test_commands_for_strangers_are_dropped_and_the_connection_stays_in_step(sta
     simulator.step(1.0)
     simulator.step(2.0, [sumo.accelerate(b"nobody", -3.0, 1.0), *sumo.set_modes(b"nobody", 26, 1621),
                          sumo.change_lane(b"a", 7, 1.0), sumo.accelerate(b"a", -3.0, 1.0)])
-    ids, records, lanes, _ = simulator.read(2.0)
+    ids, records, lanes, *_ = simulator.read(2.0)
     assert ids == [b"a"] and lanes == [b"long_0"]
     assert records["accel"][0] == pytest.approx(-3.0)
 

@@ -1,0 +1,172 @@
+"""models/risk_gnn.py: dense and gathered attention, the danger bias, isolated vehicles and empty scenes."""
+import copy
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from configs import Config
+from models.controller import GLOBAL_FEATURES, HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEATURES
+from models.policy import TrafficModel
+from models.presets import PRESETS
+from models.risk_gnn import TTC, RiskAttention, RiskGNN
+
+SMALL = PRESETS["small"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(preset, seed=0):
+    cfg = Config()
+    cfg.model.preset = preset
+    torch.manual_seed(seed)
+    return TrafficModel(cfg)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Both presets; tests that change one take a copy."""
+    return {"small": build("small"), "full": build("full")}
+
+
+@pytest.fixture(scope="module")
+def small(models):
+    """A small model whose last layers are not near zero, so that a mistake in any input shows in the outputs."""
+    model = copy.deepcopy(models["small"])
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
+            nn.init.normal_(module.bias, std=0.1)
+    for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
+        last.weight.data *= 0.2
+    return model.eval()
+
+
+def scene(vehicles, slots, seed=0, batch=2, k=5):
+    """Observations in physical units: `vehicles` in the first of `slots`, ICVs among them, some neighbours missing."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
+    scale = torch.tensor([1, 3, 30, 10, 500, 1, 1, 2, 2.0])
+    near = torch.stack([torch.stack([torch.randperm(vehicles - 1, generator=g)[:k] for _ in range(vehicles)])
+                        for _ in range(batch)])
+    near += near >= torch.arange(vehicles)[:, None]  # nobody is their own neighbour
+    near[rand(near.shape) < 0.3] = -1
+    edges = rand(batch, vehicles, k, 4) * torch.tensor([100, 20, 20, 10.0]) - torch.tensor([50, 10, 0, 0.0])
+    surround = rand(batch, vehicles, SURROUND_FEATURES) * torch.tensor([200, 30] * 5 + [1, 1, 500, 10.0])
+    surround[..., HAS_LEFT:HAS_RIGHT + 1] = surround[..., HAS_LEFT:HAS_RIGHT + 1].round()
+    icv = rand(batch, vehicles) < 0.5
+    icv[:, :6] = True
+    out = {"nodes": rand(batch, vehicles, NODE_FEATURES) * scale, "edges": edges * (near >= 0)[..., None],
+           "neighbours": near, "surround": surround, "icv": icv, "mask": torch.ones(batch, vehicles, dtype=torch.bool)}
+    out = {name: F.pad(x, (0, 0) * (x.dim() - 2) + (0, slots - vehicles), value=-1 if name == "neighbours" else 0)
+           for name, x in out.items()}
+    return {**out, "globals": rand(batch, GLOBAL_FEATURES) * 20}
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# ---- graph attention ---------------------------------------------------------------------------------------------
+
+def test_dense_and_gathered_attention_agree(small):
+    obs = scene(20, 24, 5)
+    inputs = [obs[name] for name in ("nodes", "edges", "neighbours", "mask")]
+    dense, gathered = copy.deepcopy(small.risk_gnn), copy.deepcopy(small.risk_gnn)
+    gathered.gather_above = 2
+    close(dense(*inputs), gathered(*inputs))
+    for gnn in (dense, gathered):
+        gnn(*inputs).square().sum().backward()
+    for ours, theirs in zip(dense.parameters(), gathered.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_attention_weights_are_the_softmax_of_the_bias(dense):
+    """With queries of zero the logits are the bias alone, and 0 for the vehicle itself."""
+    layer, values = RiskAttention(8, 2, 3), torch.randn(1, 2, 4, 4)
+    zero, bias = torch.zeros(1, 2, 4, 4), torch.randn(1, 2, 4, 2)
+    neighbours = torch.tensor([[[1, 2], [3, 4], [4, 4], [0, 2]]])  # 4 = none
+    mixed = (layer._dense if dense else layer._gather)(zero, zero, values, bias, neighbours)
+    for head, vehicle in itertools.product(range(2), range(4)):
+        near = [(int(n), bias[0, head, vehicle, j]) for j, n in enumerate(neighbours[0, vehicle]) if n < 4]
+        weights = torch.stack([torch.zeros(())] + [b for _, b in near]).softmax(0)
+        expected = sum(w * values[0, head, n] for w, n in zip(weights, [vehicle] + [n for n, _ in near]))
+        close(mixed[0, head, vehicle], expected)
+
+
+@pytest.mark.parametrize("gather_above", [384, 2])
+def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above):
+    """A shorter time to collision changes the vehicle and who attends to it, and nobody else in a net of one hop."""
+    gnn, biases = copy.deepcopy(small.risk_gnn), []
+    gnn.gather_above, gnn.layers = gather_above, gnn.layers[:1]
+    gnn.layers[0].bias.register_forward_hook(lambda module, inputs, output: biases.append(output.detach()))
+    obs = scene(12, 12, 6, batch=1)
+    obs["neighbours"][0, 4] = torch.tensor([5, 6, -1, -1, -1])
+    results = []
+    for ttc in (10.0, 0.5):
+        obs["edges"][0, 4, 0, TTC] = ttc
+        results.append(gnn(*(obs[name] for name in ("nodes", "edges", "neighbours", "mask"))).detach())
+    change = (results[0] - results[1]).abs().amax(-1)[0]
+    concerned = (obs["neighbours"][0] == 4).any(-1) | (torch.arange(12) == 4)
+    assert change[4] > 1e-3 and change[~concerned].max() == 0 and not concerned.all()
+    shift = (biases[0] - biases[1]).abs().amax(-1)[0]
+    assert shift[4, 0] > 1e-2 and shift.sum() == shift[4, 0]
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_attention_bias_moves_one_vehicle(small, dense):
+    """The edges' codes enter a layer through the bias alone: another code for one edge moves its vehicle only."""
+    layer, x = small.risk_gnn.layers[0], torch.randn(1, 6, SMALL.gnn_width)
+    neighbours = torch.tensor([[[1, 2], [0, 2], [3, 6], [4, 5], [3, 5], [6, 6]]])
+    code = torch.zeros(1, 6, 2, SMALL.edge_width)
+    before = layer(x, neighbours, code, dense)
+    code[0, 3, 1] = 3.0
+    moved = (layer(x, neighbours, code, dense) - before).abs().amax(-1)[0]
+    assert moved[3] > 1e-3 and moved.sum() == moved[3]
+
+
+@pytest.mark.parametrize("gather_above", [384, 2])
+@pytest.mark.parametrize("case", ["isolated", "empty"])
+def test_isolated_vehicles_and_empty_scenes_give_no_nan(small, case, gather_above):
+    model = copy.deepcopy(small)
+    model.risk_gnn.gather_above = gather_above
+    obs = scene(6, 8, 8)
+    obs["neighbours"].fill_(-1), obs["edges"].zero_()
+    if case == "empty":
+        obs["mask"].zero_(), obs["icv"].zero_()
+    embedding = model.risk_gnn(*(obs[name] for name in ("nodes", "edges", "neighbours", "mask")))
+    memory, _ = model.world_model.step(embedding, model.world_model.initial_state(2, 8), obs["mask"])
+    seen = model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"], obs["mask"], obs["icv"])
+    inputs = seen["candidates"], seen["valid"], seen["scene"]
+    chosen = model.controller.select(*inputs, deterministic=False, generator=torch.Generator().manual_seed(0))
+    log_prob, entropy = model.controller.evaluate(*inputs, chosen)
+    values = torch.stack(model.controller.values(seen["scene"]))
+    outputs = [embedding, memory, log_prob, entropy, values, seen["risk_logit"]]
+    sum(x.sum() for x in outputs).backward()
+    assert all(torch.isfinite(x).all() for x in outputs)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    assert chosen["valid"].any() == (case == "isolated")
+    if case == "empty":
+        assert (embedding == 0).all() and (log_prob == 0).all() and (entropy == 0).all()
+
+
+def test_embeddings_listen_to_neighbours_only():
+    """With one layer the gradient of one embedding reaches exactly the vehicles in reach."""
+    torch.manual_seed(0)
+    gnn = RiskGNN(replace(SMALL, gnn_layers=1))
+    nodes = torch.rand(1, 5, NODE_FEATURES, requires_grad=True)
+    neighbours = torch.tensor([[[1, -1], [2, -1], [0, 3], [-1, -1], [0, 1]]])
+    gnn(nodes, torch.rand(1, 5, 2, 4), neighbours, torch.ones(1, 5, dtype=torch.bool))[0, 2].square().sum().backward()
+    assert (nodes.grad[0].abs().sum(-1) > 0).tolist() == [True, False, True, True, False]

@@ -1,0 +1,310 @@
+"""runtime/checkpoint.py and Progress: complete or absent, checked, resumed bit for bit."""
+import json
+import os
+import random
+import shutil
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from configs import Config
+from runtime import checkpoint
+from runtime.checkpoint import CheckpointError
+from runtime.distributed import Team
+from runtime.precision import HysteresisScaler
+from runtime.training import Progress, first_weights
+
+CPU = torch.device("cpu")
+ALONE = Team(0, 1, 0, 1, CPU)
+AMP = Config().phase1.amp
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+def state_of(step):
+    return {"weights": torch.full((3,), float(step)), "counters": {"step": step, "names": ["a", None, 1.5, True]}}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with the checkpoints of steps 1 to 3."""
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state_of(step))
+    return tmp_path
+
+
+def step_in(folder, which="latest"):
+    return checkpoint.load(folder, which)["counters"]["step"]
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def draws():
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+def test_checkpoint_round_trip(saved):
+    state = checkpoint.load(saved)
+    assert torch.equal(state["weights"], torch.full((3,), 3.0)) and state["counters"] == state_of(3)["counters"]
+    assert (saved / "latest").read_text() == "step_000003"
+    manifest = json.loads((saved / "step_000003" / "manifest.json").read_text())
+    assert manifest["step"] == 3 and set(manifest["versions"]) == {"torch", "numpy", "eclipse-sumo", "traci"}
+
+
+def test_nothing_saved_is_none(tmp_path):
+    assert checkpoint.load(tmp_path) is None and checkpoint.load(tmp_path / "absent") is None
+
+
+def test_random_states_continue_after_a_round_trip(tmp_path):
+    """All three generators; the odd normal draws leave half a pair behind in two of them."""
+    random.gauss(0, 1), np.random.randn()
+    checkpoint.save(tmp_path, 1, {"random": checkpoint.random_state(CPU)})
+    expected = draws()
+    for seed in (0, 1):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        assert draws() != expected
+        checkpoint.restore_random_state(checkpoint.load(tmp_path)["random"], CPU)
+        assert draws() == expected
+
+
+def test_pruning_keeps_the_last_and_the_best(tmp_path):
+    for step in range(1, 8):
+        checkpoint.save(tmp_path, step, state_of(step), keep_last=2, best=step == 2)
+    assert names(tmp_path) == ["best", "latest", "step_000002", "step_000006", "step_000007"]
+    assert step_in(tmp_path, "best") == 2 and step_in(tmp_path) == 7
+
+
+def test_pruning_keeps_the_newest_beyond_a_million_steps(tmp_path):
+    """Names were sorted as texts: "step_1000000" came before "step_999999", so that the newest was deleted at once."""
+    for step in (999998, 999999, 1000000, 1000001):
+        checkpoint.save(tmp_path, step, state_of(step), keep_last=2)
+        assert step_in(tmp_path) == step
+
+
+def test_best_is_the_newest_where_none_was_named(saved):
+    assert step_in(saved, "best") == 3
+
+
+def test_the_same_step_may_be_saved_again(saved):
+    checkpoint.save(saved, 3, {"counters": {"step": 33}})
+    assert step_in(saved) == 33 and names(saved) == ["latest", "step_000001", "step_000002", "step_000003"]
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def flip_weight(step):
+    """One bit of a weight: every structure of the file stays valid, only the checksum tells."""
+    data = (step / "state.pt").read_bytes()
+    flip(step / "state.pt", data.index(struct.pack("<3f", *[float(step.name[-1])] * 3)))
+
+
+DAMAGES = {
+    "flipped bit of a weight": flip_weight,
+    "flipped byte": lambda step: flip(step / "state.pt", 200),
+    "truncated": lambda step: os.truncate(step / "state.pt", 100),
+    "empty": lambda step: os.truncate(step / "state.pt", 0),
+    "no state": lambda step: (step / "state.pt").unlink(),
+    "no manifest": lambda step: (step / "manifest.json").unlink(),
+    "half a manifest": lambda step: os.truncate(step / "manifest.json", 30),
+    "other manifest": lambda step: (step / "manifest.json").write_text("[]"),
+    "empty folder": lambda step: [p.unlink() for p in step.iterdir()],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_newest_is_named_and_the_one_before_it_used(saved, damage, capsys):
+    DAMAGES[damage](saved / "step_000003")
+    assert step_in(saved) == 2
+    assert "DAMAGED" in (out := capsys.readouterr().out) and str(saved / "step_000003") in out
+
+
+def test_damaged_best_is_named_and_the_newest_used(tmp_path, capsys):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state_of(step), best=step == 1)
+    DAMAGES["flipped byte"](tmp_path / "step_000001")
+    assert step_in(tmp_path, "best") == 3 and "step_000001" in capsys.readouterr().out
+
+
+def test_any_changed_byte_of_the_manifest_is_harmless(saved):
+    """One changed letter in "bytes" or "sha256" once ended in a KeyError instead of the checkpoint before it."""
+    path = saved / "step_000003" / "manifest.json"
+    good = path.read_bytes()
+    for at in range(len(good)):
+        flip(path, at)
+        try:
+            assert checkpoint.load_step(path.parent)["counters"]["step"] == 3
+        except CheckpointError as error:
+            assert "step_000003" in str(error)
+        path.write_bytes(good)
+
+
+def test_all_damaged_is_an_error_that_names_every_file(saved):
+    for step in (1, 2, 3):
+        DAMAGES["flipped byte"](saved / f"step_{step:06d}")
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load(saved)
+    for step in (1, 2, 3):
+        assert str(saved / f"step_{step:06d}" / "state.pt") in str(error.value)
+
+
+def test_a_folder_that_lost_its_checkpoints_is_an_error(saved):
+    """Never a silent start from scratch: `latest` says that there was one."""
+    for step in saved.glob("step_*"):
+        shutil.rmtree(step)
+    with pytest.raises(CheckpointError, match="latest"):
+        checkpoint.load(saved)
+
+
+class Hostile:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_hostile_pickle_is_refused_and_not_run(tmp_path, capsys):
+    """Its size and checksum fit the manifest, so only loading without code stops it."""
+    checkpoint.save(tmp_path, 1, state_of(1))
+    checkpoint.save(tmp_path, 2, {"weights": Hostile(tmp_path / "proof")})
+    torch.load(tmp_path / "step_000002" / "state.pt", weights_only=False)
+    assert (tmp_path / "proof").exists()  # it would work
+    (tmp_path / "proof").unlink()
+    assert step_in(tmp_path) == 1 and "refused" in capsys.readouterr().out
+    assert not (tmp_path / "proof").exists()
+
+
+def test_leftovers_of_a_crash_are_ignored_and_cleaned(saved):
+    """Crashes between the files of steps 4 and 9, and one between the two renames of step 3."""
+    for step in (4, 9):
+        (saved / f".step_{step:06d}.tmp").mkdir()
+        (saved / f".step_{step:06d}.tmp" / "state.pt").write_bytes(b"half")
+    (saved / ".old_step_000003").mkdir()
+    assert step_in(saved) == 3
+    checkpoint.save(saved, 4, state_of(4))
+    assert names(saved) == ["latest", "step_000002", "step_000003", "step_000004"] and step_in(saved) == 4
+
+
+def test_crash_before_latest_moved(saved):
+    """The renamed folder is complete: it counts, whatever `latest` says."""
+    (saved / "latest").write_text("step_000002")
+    assert step_in(saved) == 3
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 704 vs 598")])
+def test_full_disk_leaves_the_old_ones_intact(saved, monkeypatch, error):
+    """torch reports a full disk as RuntimeError; then the half-written file once stayed on the full disk."""
+    def full(state, file):
+        file.write(b"half")
+        raise error
+    before = names(saved)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(type(error)):
+            checkpoint.save(saved, 4, state_of(4))
+    assert names(saved) == before and step_in(saved) == 3
+
+
+SCHEMA = {"preset": "small", "features": "nodes9"}
+
+
+def test_weights_travel_by_name():
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    checkpoint.load_weights(target, {"model": source.state_dict(), "schema": dict(SCHEMA)}, SCHEMA, "here")
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_another_architecture_is_refused_with_every_difference():
+    target = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    other = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    before = target[0].weight.clone()
+    weights = {"model": other.state_dict(), "schema": {**SCHEMA, "preset": "full"}}
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load_weights(target, weights, SCHEMA, "run/phase1")
+    for part in ("run/phase1", "preset: checkpoint 'full', here 'small'", "missing: 1.weight", "unexpected: 2.bias",
+                 "0.weight: shape (4, 3), here (2, 3)"):
+        assert part in str(error.value)
+    assert torch.equal(target[0].weight, before)
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"schema": {"preset": "full"}}, "preset"), ({"schema": {}}, "preset"),
+    ({"model": {"more": torch.ones(1)}}, "unexpected: more"), ({"model": {"weight": None}}, "missing: weight"),
+    ({"model": {"weight": torch.ones(4, 3)}}, "weight: shape")])
+def test_any_single_difference_is_refused(change, named):
+    model, schema = nn.Linear(3, 2), {"preset": "small"}
+    weights = {"model": dict(model.state_dict()), "schema": change.get("schema", schema)}
+    weights["model"].update(change.get("model", {}))
+    weights["model"] = {name: value for name, value in weights["model"].items() if value is not None}
+    with pytest.raises(CheckpointError, match=named):
+        checkpoint.load_weights(model, weights, schema, "here")
+
+
+def test_only_the_first_differences_are_listed():
+    target = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.load_weights(target, {"model": {}, "schema": SCHEMA}, SCHEMA, "here")
+    assert str(error.value).count("missing") == 12 and "28 more" in str(error.value)
+
+
+# ---- progress ----------------------------------------------------------------------------------------------------
+
+def trainee(folder, seed):
+    """A tiny training whose every step depends on the optimiser's memory and on two random generators."""
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 1)
+    progress = Progress(Config(), ALONE, folder, model, torch.optim.AdamW(model.parameters(), 0.1),
+                        HysteresisScaler("cpu", AMP, False), torch.Generator().manual_seed(seed))
+
+    def step():
+        loss = (model(torch.randn(8, 4)) - torch.rand(8, 1, generator=progress.generator)).square().mean()
+        loss.backward()
+        progress.optimizer.step(), progress.optimizer.zero_grad()
+        progress.counters["updates"] += 1
+    return progress, step
+
+
+def test_resumed_training_is_identical(tmp_path):
+    whole, step = trainee(tmp_path / "a", 1)
+    assert whole.resume() is False
+    for _ in range(6):
+        step()
+        if whole.counters["updates"] == 3:
+            whole.save()
+    second, step = trainee(tmp_path / "a", 99)
+    assert second.resume() is True and second.counters["updates"] == 3
+    for _ in range(3):
+        step()
+    assert torch.equal(second.model.weight, whole.model.weight)
+
+
+def test_other_number_of_ranks_is_said_and_resumed(tmp_path, capsys):
+    first, step = trainee(tmp_path, 1)
+    step(), first.save()
+    state = checkpoint.load(tmp_path)
+    checkpoint.save(tmp_path, 2, {**state, "ranks": state["ranks"] * 2})
+    second, _ = trainee(tmp_path, 2)
+    assert second.resume() and torch.equal(second.model.weight, first.model.weight)
+    out = capsys.readouterr().out
+    assert "saved by 2 ranks" in out and "random states start anew" in out
+
+
+def test_first_weights_come_from_the_nearest_phase_or_are_missed_loudly(tmp_path):
+    said, folder = [], tmp_path / "run"
+    model = nn.Linear(4, 1)
+    first_weights(model, Config(), folder, (2, 1), said.append)
+    assert "untrained" in said[-1] and "2 or 1" in said[-1]
+    for phase in (1, 2):
+        progress, step = trainee(folder / f"phase{phase}", phase)
+        step(), progress.save()
+        first_weights(model, Config(), folder, (2, 1), said.append)
+        assert torch.equal(model.weight, progress.model.weight) and f"phase{phase}" in said[-1]

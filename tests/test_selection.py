@@ -1,0 +1,337 @@
+"""Selection as a policy: Plackett-Luce, log-probabilities, samples, lanes, rescaled values; and the driver."""
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from configs import Config
+from models.controller import (GLOBAL_FEATURES, HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEATURES, ScaledValue,
+                               acceleration, lane_choices, plackett_luce)
+from models.policy import Driver, TrafficModel
+from models.presets import PRESETS
+
+SMALL = PRESETS["small"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors this small are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def build(preset, seed=0):
+    cfg = Config()
+    cfg.model.preset = preset
+    torch.manual_seed(seed)
+    return TrafficModel(cfg)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Both presets; tests that change one take a copy."""
+    return {"small": build("small"), "full": build("full")}
+
+
+@pytest.fixture(scope="module")
+def small(models):
+    """A small model whose last layers are not near zero, so that a mistake in any input shows in the outputs."""
+    model = copy.deepcopy(models["small"])
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
+            nn.init.normal_(module.bias, std=0.1)
+    for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
+        last.weight.data *= 0.2
+    return model.eval()
+
+
+def scene(vehicles, slots, seed=0, batch=2, k=5):
+    """Observations in physical units: `vehicles` in the first of `slots`, ICVs among them, some neighbours missing."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
+    scale = torch.tensor([1, 3, 30, 10, 500, 1, 1, 2, 2.0])
+    near = torch.stack([torch.stack([torch.randperm(vehicles - 1, generator=g)[:k] for _ in range(vehicles)])
+                        for _ in range(batch)])
+    near += near >= torch.arange(vehicles)[:, None]  # nobody is their own neighbour
+    near[rand(near.shape) < 0.3] = -1
+    edges = rand(batch, vehicles, k, 4) * torch.tensor([100, 20, 20, 10.0]) - torch.tensor([50, 10, 0, 0.0])
+    surround = rand(batch, vehicles, SURROUND_FEATURES) * torch.tensor([200, 30] * 5 + [1, 1, 500, 10.0])
+    surround[..., HAS_LEFT:HAS_RIGHT + 1] = surround[..., HAS_LEFT:HAS_RIGHT + 1].round()
+    icv = rand(batch, vehicles) < 0.5
+    icv[:, :6] = True
+    out = {"nodes": rand(batch, vehicles, NODE_FEATURES) * scale, "edges": edges * (near >= 0)[..., None],
+           "neighbours": near, "surround": surround, "icv": icv, "mask": torch.ones(batch, vehicles, dtype=torch.bool)}
+    out = {name: F.pad(x, (0, 0) * (x.dim() - 2) + (0, slots - vehicles), value=-1 if name == "neighbours" else 0)
+           for name, x in out.items()}
+    return {**out, "globals": rand(batch, GLOBAL_FEATURES) * 20}
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# ---- selection ---------------------------------------------------------------------------------------------------
+
+def test_plackett_luce_is_a_distribution_over_ordered_subsets():
+    torch.manual_seed(0)
+    scores = torch.randn(1, 6) * 2
+    scores[0, 4] = -torch.inf
+    for k in (1, 2, 3, 5):
+        subsets = torch.tensor(list(itertools.permutations([0, 1, 2, 3, 5], k)))
+        log_prob = plackett_luce(scores.expand(len(subsets), -1), subsets, torch.ones_like(subsets, dtype=torch.bool))
+        assert log_prob.sum(-1).exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_plackett_luce_is_one_softmax_after_another():
+    torch.manual_seed(1)
+    scores, picks = torch.randn(4, 7), torch.stack([torch.randperm(7)[:5] for _ in range(4)])
+    valid = torch.arange(5)[None] < torch.tensor([5, 3, 1, 0])[:, None]
+    result = plackett_luce(scores, picks, valid)
+    for row in range(4):
+        rest = scores[row].clone()
+        for j in range(5):
+            expected = rest.log_softmax(0)[picks[row, j]] if valid[row, j] else torch.zeros(())
+            close(result[row, j], expected)
+            if valid[row, j]:
+                rest[picks[row, j]] = -torch.inf
+
+
+def test_plackett_luce_has_gradients_where_nothing_is_left():
+    """All candidates taken and further entries invalid: no NaN from a softmax over nothing."""
+    scores = torch.tensor([[0.3, -torch.inf, 1.0], [-torch.inf] * 3], requires_grad=True)
+    picks = torch.tensor([[2, 0, 1, 0], [0, 1, 2, 0]])
+    valid = torch.tensor([[True, True, False, False], [False] * 4])
+    plackett_luce(scores, picks, valid).sum().backward()
+    assert torch.isfinite(scores.grad).all() and scores.grad[0, 0] != 0 and (scores.grad[1] == 0).all()
+
+
+def candidates(model, counts, width=8, seed=0):
+    """Random features of `counts[b]` candidates in `width` places, lanes at random, and a scene."""
+    c, g = model.controller, torch.Generator().manual_seed(seed)
+    valid = torch.arange(width)[None] < torch.tensor(counts)[:, None]
+    features = torch.randn(len(counts), width, c.features, generator=g)
+    lanes = features[..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1]
+    lanes.copy_((lanes > 0).float())
+    return features * valid[..., None], valid, torch.randn(len(counts), c.scene_features, generator=g)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("width", [3, 8])
+def test_evaluate_repeats_the_log_probability_of_select(small, width, deterministic):
+    """With no candidate, fewer than K, exactly K and more; in fewer places than K as well."""
+    inputs = candidates(small, [0, 1, 3, 5, 8][:3 if width == 3 else 5], width)
+    chosen = small.controller.select(*inputs, deterministic, torch.Generator().manual_seed(3))
+    assert chosen["picks"].shape == (len(inputs[0]), 5)
+    assert chosen["valid"].sum(1).tolist() == [min(5, n) for n in inputs[1].sum(1).tolist()]
+    log_prob, entropy = small.controller.evaluate(*inputs, chosen)
+    close(log_prob, chosen["log_prob"])
+    assert (log_prob[~chosen["valid"]] == 0).all() and (log_prob[chosen["valid"]] != 0).all()
+    assert entropy[0] == 0 and torch.isfinite(entropy).all()
+
+
+def test_picks_are_distinct_candidates(small):
+    inputs = candidates(small, [8, 6, 5, 2] * 50)
+    chosen = small.controller.select(*inputs, False, torch.Generator().manual_seed(4))
+    for row, (picks, valid) in enumerate(zip(chosen["picks"], chosen["valid"])):
+        taken = picks[valid].tolist()
+        assert len(set(taken)) == len(taken) and inputs[1][row][picks[valid]].all()
+
+
+def test_log_probability_is_that_of_the_parts(small):
+    """pick, then release or not, and only if not the acceleration's density and the lane."""
+    c, inputs = small.controller, candidates(small, [8] * 40)
+    chosen = c.select(*inputs, False, torch.Generator().manual_seed(5))
+    scores = c.scores(*inputs[:2])
+    picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
+    mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
+    density = torch.distributions.Normal(mean, c.log_std.exp()).log_prob(chosen["u"])
+    gate = torch.distributions.Bernoulli(logits=release).log_prob(chosen["release"].float())
+    steer = torch.distributions.Categorical(logits=lane).log_prob(chosen["lane"])
+    expected = plackett_luce(scores, chosen["picks"], chosen["valid"]) + gate + torch.where(
+        chosen["release"], 0.0, density + steer)
+    torch.testing.assert_close(chosen["log_prob"], expected, rtol=1e-4, atol=1e-4)
+    assert 0.1 < chosen["release"].float().mean() < 0.9  # both kinds occur
+
+
+def test_entropy_is_that_of_the_parts(small):
+    c, inputs = small.controller, candidates(small, [8, 3, 1])
+    chosen = c.select(*inputs, False, torch.Generator().manual_seed(6))
+    _, entropy = c.evaluate(*inputs, chosen)
+    picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
+    mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
+    gate = torch.distributions.Bernoulli(logits=release)
+    action = torch.distributions.Normal(mean, c.log_std.exp()).entropy() + torch.distributions.Categorical(
+        logits=lane).entropy()
+    each = gate.entropy() + (1 - gate.probs) * action
+    for row in range(3):
+        first = torch.distributions.Categorical(logits=c.scores(*inputs[:2])[row][inputs[1][row]]).entropy()
+        torch.testing.assert_close(entropy[row], first + each[row][chosen["valid"][row]].mean(), rtol=1e-4, atol=1e-4)
+
+
+def test_gumbel_top_k_samples_plackett_luce(small):
+    """Pearson's statistic over the 20 ordered pairs of 5 candidates, 19 degrees of freedom: 43.8 has p = 0.001."""
+    model, draws = copy.deepcopy(small), 20000
+    model.controller.k = 2
+    features, valid, surroundings = candidates(model, [5], 8)
+    inputs = [x.expand(draws, *x.shape[1:]) for x in (features, valid, surroundings)]
+    with torch.no_grad():
+        model.controller.alpha.mul_(20), model.controller.beta.mul_(20)
+        chosen = model.controller.select(*inputs, False, torch.Generator().manual_seed(7))
+        scores = model.controller.scores(features, valid)
+    pairs = torch.tensor(list(itertools.permutations(range(5), 2)))
+    probability = plackett_luce(scores.expand(20, -1), pairs, torch.ones_like(pairs, dtype=torch.bool)).sum(1).exp()
+    counts = torch.stack([(chosen["picks"] == pair).all(1).sum() for pair in pairs])
+    assert counts.sum() == draws and probability.max() > 3 * probability.min()  # a case in which the order matters
+    assert ((counts - draws * probability) ** 2 / (draws * probability)).sum() < 43.8
+
+
+def test_actions_are_sampled_from_their_distributions(small):
+    """Lane and release frequencies, mean and spread of u, over many draws of one candidate."""
+    draws, inputs = 20000, candidates(small, [1], 1, seed=2)
+    inputs[0][..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1] = 1.0
+    many = [x.expand(draws, *x.shape[1:]) for x in inputs]
+    with torch.no_grad():
+        chosen = small.controller.select(*many, False, torch.Generator().manual_seed(8))
+        mean, lane, release = small.controller.heads(*inputs[::2], torch.ones(1, 1, 3, dtype=torch.bool))
+    u, tolerance = chosen["u"][:, 0], 5 / math.sqrt(draws)
+    assert u.mean().item() == pytest.approx(mean.item(), abs=tolerance)
+    assert u.std().item() == pytest.approx(small.controller.log_std.exp().item(), abs=tolerance)
+    assert chosen["release"][:, 0].float().mean().item() == pytest.approx(release.sigmoid().item(), abs=tolerance)
+    shares = torch.bincount(chosen["lane"][:, 0], minlength=3) / draws
+    torch.testing.assert_close(shares, lane.exp()[0, 0], rtol=0, atol=tolerance)
+
+
+def test_deterministic_selection_takes_the_best(small):
+    inputs = candidates(small, [8, 5, 2])
+    chosen = small.controller.select(*inputs, True)
+    again = small.controller.select(*inputs, True, torch.Generator().manual_seed(9))
+    for name, value in chosen.items():
+        assert torch.equal(value, again[name]), name
+    order = small.controller.scores(*inputs[:2]).argsort(1, descending=True)
+    for row, count in enumerate([5, 5, 2]):
+        assert chosen["picks"][row, :count].tolist() == order[row, :count].tolist()
+
+
+def test_lanes_that_do_not_exist_are_never_chosen(small):
+    """Many draws; the heads want every lane, the surroundings forbid some."""
+    model = copy.deepcopy(small)
+    model.controller.action[-1].bias.data[1:4] = torch.tensor([5.0, -5.0, 5.0])  # loves to change lanes
+    features, valid, surroundings = candidates(model, [8] * 500)
+    flags = features[..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1]
+    for deterministic in (False, True):
+        chosen = model.controller.select(features, valid, surroundings, deterministic, torch.Generator().manual_seed(1))
+        has = flags.gather(1, chosen["picks"][..., None].expand(-1, -1, 2)) > 0.5
+        lane = chosen["lane"]
+        assert not ((lane == 0) & ~has[..., 0]).any() and not ((lane == 2) & ~has[..., 1]).any()
+        for which in (0, 2):
+            assert (lane == which).any()
+        assert (lane[~has.any(-1)] == 1).all() and (~has.any(-1)).any()
+
+
+def test_lane_flags_survive_normalisation(small):
+    """lane_choices reads normalised features: the two flags must come through unchanged."""
+    surround = scene(6, 6, 2)["surround"]
+    parts = [torch.zeros(2, 6, n) for n in (SMALL.gnn_width, SMALL.latent, SMALL.latent, NODE_FEATURES)]
+    lanes = lane_choices(small.controller.candidate_features(*parts, surround))
+    assert torch.equal(lanes[..., 0], surround[..., HAS_LEFT] == 1) and lanes[..., 1].all()
+    assert torch.equal(lanes[..., 2], surround[..., HAS_RIGHT] == 1)
+
+
+def test_acceleration_stays_in_its_range_and_starts_at_zero(models):
+    assert acceleration(torch.tensor([-50.0, 50.0])).tolist() == [-3.0, 2.0]
+    inputs = candidates(models["small"], [8])
+    with torch.no_grad():
+        chosen = models["small"].controller.select(*inputs, True)
+    assert acceleration(chosen["u"]).abs().max() < 0.6
+
+
+def test_rescaling_leaves_the_values_unchanged():
+    torch.manual_seed(0)
+    net, x = ScaledValue(6, 16), torch.randn(50, 6)
+    nn.init.normal_(net.net[-1].weight)
+    before = net(x).detach()
+    for mean, std in ((40.0, 12.0), (-3.0, 0.5), (7.0, 0.0)):  # a standard deviation of 0 is possible: one return
+        net.rescale(mean, std)
+        torch.testing.assert_close(net(x).detach(), before, rtol=1e-4, atol=1e-4)
+        assert net.mean == mean and net.std == pytest.approx(max(std, 1e-2))
+
+
+def test_value_loss_is_in_normalised_units():
+    net, x, returns = ScaledValue(3, 8), torch.randn(20, 3), torch.randn(20) * 50 + 100
+    net.rescale(100.0, 50.0)
+    expected = 0.5 * ((net(x) - returns) / 50).square().sum() / 4
+    torch.testing.assert_close(net.loss(x, returns, 4.0), expected)
+
+
+# ---- driver ------------------------------------------------------------------------------------------------------
+
+def observation(seed, vehicles=9, slots=40):
+    """What a pool gives: arrays of many slots, most of them empty."""
+    obs = {**scene(vehicles, slots, seed), "fresh": torch.zeros(2, slots, dtype=torch.bool)}
+    return {name: x.numpy() for name, x in obs.items()}
+
+
+def test_driver_cuts_empty_slots_without_changing_anything(models):
+    driver = Driver(models["small"], 2, 40)
+    seen = driver.perceive(observation(1), [0, 1])
+    assert seen["embedding"].shape[1] == 16
+    full = scene(9, 40, 1)
+    embedding = models["small"].risk_gnn(*(full[name] for name in ("nodes", "edges", "neighbours", "mask")))
+    close(seen["embedding"], embedding[:, :16])
+
+
+def test_driver_remembers_each_environment_by_itself(models):
+    driver = Driver(models["small"], 4, 40)
+    first = driver.perceive(observation(1), [1, 3])
+    peek = driver.perceive(observation(2), [1, 3], remember=False)
+    again = driver.perceive(observation(2), [1, 3], remember=False)
+    assert torch.equal(peek["scene"], again["scene"])  # looking does not advance the memory
+    assert (first["before"] == 0).all() and (peek["before"][:, :9] != 0).any(-1).all()
+    assert (driver.state[[0, 2]] == 0).all() and (driver.state[[1, 3], 16:] == 0).all()
+    driver.forget(1)
+    assert (driver.state[1] == 0).all() and (driver.state[3] != 0).any()
+    driver.forget()
+    assert (driver.state == 0).all()
+
+
+def test_decisions_are_taken_on_what_is_stored(models):
+    """The policy once decided on float32 features and learned from their float16 copies: the first ratio was not 1."""
+    driver = Driver(models["small"], 2, 40)
+    seen = driver.perceive(observation(3), [0, 1])
+    choice, _ = driver.decide(seen, False, torch.Generator().manual_seed(1))
+    stored = [seen[name].half().float() for name in ("candidates", "scene")]
+    with torch.no_grad():
+        log_prob, _ = models["small"].controller.evaluate(stored[0], seen["valid"], stored[1], choice)
+        value, cost_value = models["small"].controller.values(stored[1])
+    for stored_now, decided in ((log_prob, "log_prob"), (value, "value"), (cost_value, "cost_value")):
+        torch.testing.assert_close(stored_now, choice[decided], rtol=0, atol=1e-6)
+
+
+def test_commands_name_slots_of_icvs_and_released_ones_get_none(models):
+    driver, obs = Driver(models["small"], 2, 40), observation(3)
+    seen = driver.perceive(obs, [0, 1])
+    choice, commands = driver.decide(seen, False, torch.Generator().manual_seed(1))
+    active = (choice["valid"] & ~choice["release"]).numpy()
+    assert active.any() and not active.all()
+    assert (commands["slot"][~active] == 40).all()
+    for env in range(2):
+        assert obs["icv"][env][commands["slot"][env][active[env]]].all()
+    wanted = seen["slots"].gather(1, choice["picks"]).numpy()
+    assert (commands["slot"][active] == wanted[active]).all()
+    assert (commands["accel"] <= commands["wanted"] + 1e-6).all() and (commands["reason"][~active] == 0).all()
+
+
+def test_statistics_reach_the_normalisers():
+    model = build("small")
+    nodes = {"mean": [9.0] * 9, "std": [8.0] * 9}
+    model.set_statistics({"nodes": nodes, "globals": {"mean": [1.0] * 16, "std": [2.0] * 16}})
+    speeds = torch.zeros(9).index_fill(0, torch.tensor(2), 25.0)
+    assert model.risk_gnn.normalize(speeds)[2] == 2.0 and model.risk_gnn.normalize(speeds)[0] == pytest.approx(-5 / 3)
+    assert (model.controller.globals(torch.full((16,), 5.0)) == 2.0).all()
