@@ -52,18 +52,30 @@ def dump_config(config, path):
     Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML silently keeps the last of two equal keys; here that is an error."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} stands twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
+
 def _layers(path, seen=()):
     """[(file name, tree)] from the innermost base to `path` itself."""
-    if not path.exists() and (FOLDER / path.name).exists() and path.parent in (Path("."), Path("configs")):
-        path = FOLDER / path.name  # the shipped files are found from any folder
+    if not path.exists() and (FOLDER / path.name).exists() and (seen or path.parent in (Path("."), Path("configs"))):
+        path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file")
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected sections at the top level, found {tree!r}")
     base = tree.pop("base", None)
@@ -118,14 +130,18 @@ def _suggest(key, fields, prefix):
 def _checked(value, field):
     """`value` cast to the field's type and inside its range, or ValueError that says what was expected."""
     value = _cast(value, field.type)
-    meta = field.metadata
-    if meta.get("choices") and value not in meta["choices"]:
-        close = difflib.get_close_matches(str(value), meta["choices"], n=1)
-        raise ValueError("one of " + ", ".join(meta["choices"]) + (f"; did you mean {close[0]}?" if close else ""))
-    low, high = meta.get("low"), meta.get("high")
+    for element in value if isinstance(value, list) else [value]:
+        _check_limits(element, field)
+    return value
+
+
+def _check_limits(value, field):
+    choices, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
+    if choices and value not in choices:
+        close = difflib.get_close_matches(str(value), choices, n=1)
+        raise ValueError("one of " + ", ".join(choices) + (f"; did you mean {close[0]}?" if close else ""))
     if (low is not None and value < low) or (high is not None and value > high):
         raise ValueError(f"{_name(field.type)} from {low} to {'any' if high is None else high}")
-    return value
 
 
 def _cast(value, kind):
@@ -136,7 +152,7 @@ def _cast(value, kind):
     if kind is float and not isinstance(value, bool):
         try:  # PyYAML reads 3e-4 as a string
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError("a number") from None
         if math.isfinite(number):
             return number
@@ -146,7 +162,9 @@ def _cast(value, kind):
                 value = float(value)
             except ValueError:
                 raise ValueError("a whole number") from None
-        if isinstance(value, (int, float)) and math.isfinite(value) and int(value) == value:
+        if isinstance(value, int):
+            return value
+        if isinstance(value, float) and math.isfinite(value) and int(value) == value:
             return int(value)
     elif kind is not int and isinstance(value, kind):
         return value
@@ -179,6 +197,13 @@ def _cross_checks(c, path):
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         wrong.append(f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                      f"{c.env.horizon_s / c.env.control_interval:g} control steps")
+    if c.env.horizon_s < (c.data.history + c.data.future) * c.env.control_interval:
+        wrong.append(f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history} and "
+                     f"data.future={c.data.future} control steps")
+    if len(set(c.evaluate.seeds)) < len(c.evaluate.seeds):
+        wrong.append(f"evaluate.seeds={c.evaluate.seeds}: the same seed twice")
+    if not all(setting.partition("=")[0] and "=" in setting for setting in c.ddp.nccl_env):
+        wrong.append(f"ddp.nccl_env={c.ddp.nccl_env}: expected elements NAME=value")
     if not 1 <= c.graph.k_min <= c.graph.k_max:
         wrong.append(f"graph.k_min={c.graph.k_min} is above graph.k_max={c.graph.k_max}")
     return [f"{path}: {text}" for text in wrong]

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from configs.options import opt, sub
 from configs.phases import DDPConfig, Phase1Config, Phase3Config, PPOConfig
 
+BASELINES = ("none", "random", "lane_advice", "follower_stopper")  # env/baselines.py
+
 
 @dataclass
 class RunConfig:
     name: str = opt("default", "run folder below `folder`")
     folder: str = opt("runs", "where run folders live")
-    seed: int = opt(1, "everything random derives from it", low=0)
+    seed: int = opt(1, "everything random derives from it", low=0, high=2 ** 31 - 1)
     device: str = opt("auto", "auto = CUDA when there is one", choices=("auto", "cpu", "cuda"))
     threads: int = opt(0, "torch CPU threads per process, 0 = cores not taken by workers / processes", low=0)
 
@@ -118,8 +120,8 @@ class DataConfig:
     future: int = opt(5, "H: control steps to predict", low=1, high=20)
     held_out: float = opt(0.2, "share of the episodes kept for validation", low=0.01, high=0.9)
     controllers: list[str] = opt(["none", "random", "lane_advice", "follower_stopper"],
-                                 "who drives the ICVs while collecting, in turn by episode")
-    demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode")
+                                 "who drives the ICVs while collecting, in turn by episode", choices=BASELINES)
+    demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode", low=0.01, high=10)
     processes: int = opt(6, "SUMO processes that collect at once", low=1)
 
 
@@ -136,8 +138,9 @@ class CheckpointConfig:
 
 @dataclass
 class EvaluateConfig:
-    seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training")
-    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored")
+    seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 1)
+    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored",
+                                 choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     workers: int = opt(6, "processes that simulate at once", low=1)
 

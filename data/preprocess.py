@@ -22,13 +22,11 @@ def preprocess(cfg, report=print):
     root = Path(cfg.data.folder)
     raw, out = root / "raw", root / "processed"
     meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
-    if (out / "metadata.json").exists():
-        done = read_json(out / "metadata.json", "metadata of a processed data set")
-        if done.get("raw_sha256") == file_hash(raw / "metadata.json"):
-            report(f"preprocess: {out} is complete")
-            return out
     check_settings(out / "config.json", {**data_settings(cfg), "raw": file_hash(raw / "metadata.json")},
                    f"remove {out} or name another data.folder")
+    if (out / "metadata.json").exists():
+        report(f"preprocess: {out} is complete")
+        return out
     plan = destinations(meta, cfg.data.samples_per_chunk, cfg.run.seed)
     dtype = record_type(cfg.data.history, cfg.data.future, cfg.data.vehicles[1], cfg.graph.k_max)
     _fill_chunks(cfg, raw, out, meta, plan, dtype, report)
