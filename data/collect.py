@@ -69,7 +69,8 @@ def collect(cfg, report=print):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    _write_metadata(cfg, folder, plan)
+    if not (folder / "metadata.json").exists():  # never anew: its hashes are what damage is measured against
+        _write_metadata(cfg, folder, plan)
     return folder
 
 
@@ -155,8 +156,9 @@ def _write_metadata(cfg, folder, plan):
             content = read_json(folder / name, "a raw chunk")
             chunks.append({"file": name, "sha256": file_hash(folder / name), "hashes": content["hashes"],
                            **{key: content[key] for key in ("episode", "seed", "controller", "demand_scale")}})
-    period = max(round(1 / cfg.data.held_out), 2)
-    held_out = [e for e, *_ in plan if e % period == period - 1] or [plan[-1][0]]
+    # The golden ratio spreads the held-out episodes over all controllers and demands, whatever their number.
+    spread = sorted(range(len(plan)), key=lambda e: e * 0.6180339887 % 1)
+    held_out = sorted(spread[:min(max(round(cfg.data.held_out * len(plan)), 1), max(len(plan) - 1, 1))])
     write_atomically(folder / "metadata.json", json.dumps(
         {"sumo_version": version("eclipse-sumo"), "scenario": cfg.env.scenario, "held_out_episodes": held_out,
          "settings": data_settings(cfg), "chunks": chunks}, indent=1))

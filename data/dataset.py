@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from data.layout import VERSION, DataError, read_json, record_type
+from env.graph import GLOBAL, NODE
 
 OPEN_CHUNKS = 3  # LRU of open memory maps per process
 
@@ -20,13 +21,16 @@ class ChunkedDataset(Dataset):
     def __init__(self, folder, split):
         self.folder = Path(folder) / "processed"
         self.meta = read_json(self.folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
-        if self.meta.get("version") != VERSION:
-            raise DataError(f"{self.folder / 'metadata.json'}: format {self.meta.get('version')}, expected {VERSION}")
+        if not isinstance(self.meta, dict) or self.meta.get("version") != VERSION:
+            raise DataError(f"{self.folder / 'metadata.json'}: not metadata of a data set of format {VERSION}")
         self.statistics = read_json(self.folder / "statistics.json", "statistics of a processed data set")
+        for name, columns in (("nodes", NODE), ("globals", GLOBAL)):
+            if [len(column) for column in _columns(self.statistics, name)] != [len(columns)] * 2:
+                raise DataError(f"{self.folder / 'statistics.json'}: no mean and std of {len(columns)} {name} features")
         self.chunks = [c for c in self.meta["chunks"] if c["split"] == split]
         self.ends = np.cumsum([c["rows"] for c in self.chunks])
         for chunk in self.chunks:
-            self._check(chunk)
+            self.dtype = self._check(chunk)
         self.open = OrderedDict()
 
     def __len__(self):
@@ -37,15 +41,15 @@ class ChunkedDataset(Dataset):
 
     def __getitems__(self, indices):
         """A batch as a dictionary of tensors [len(indices), ...]; features come as float32."""
-        indices = np.asarray(indices)
+        indices = np.asarray(indices, int)
+        if len(indices) and not (-len(self) <= indices.min() and indices.max() < len(self)):
+            raise IndexError(f"row {indices.min()} or {indices.max()} of a split with {len(self)} rows")
+        indices = indices % len(self)
         which = np.searchsorted(self.ends, indices, "right")
-        records = None
+        records = np.empty(len(indices), self.dtype)
         for c in np.unique(which):
             here = np.flatnonzero(which == c)
-            rows = indices[here] - (self.ends[c] - self.chunks[c]["rows"])
-            part = self._map(int(c))[rows]  # fancy indexing copies: never a view of the file
-            records = np.empty(len(indices), part.dtype) if records is None else records
-            records[here] = part
+            records[here] = self._map(int(c))[indices[here] - (self.ends[c] - self.chunks[c]["rows"])]
         return {name: _tensor(records[name]) for name in records.dtype.names}
 
     def __getstate__(self):
@@ -68,18 +72,25 @@ class ChunkedDataset(Dataset):
         if path.stat().st_size != chunk["bytes"]:
             raise DataError(f"{path}: {path.stat().st_size} bytes, expected {chunk['bytes']}: truncated or damaged")
         try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:
+            array = np.lib.format.open_memmap(path, "r")
+            sizes = array.dtype["present"].shape[-1], array.dtype["edges"].shape[2]
+            expected = record_type(self.meta["history"], self.meta["future"], *sizes)
+        except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
             raise DataError(f"{path}: not a chunk of this data set: {error}") from None
-        expected = record_type(self.meta["history"], self.meta["future"], array.dtype["present"].shape[-1]
-                               if array.dtype.names else 0, array.dtype["edges"].shape[2] if array.dtype.names else 0)
         if array.dtype != expected or array.shape != (chunk["rows"],):
             raise DataError(f"{path}: holds {array.shape} {array.dtype}, expected {chunk['rows']} records {expected}")
+        return expected
+
+
+def _columns(statistics, name):
+    """[mean, std] of one kind of features; empty lists where the file is of another kind."""
+    part = statistics.get(name) if isinstance(statistics, dict) else None
+    return [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
 
 
 def _tensor(values):
-    values = np.ascontiguousarray(values)
-    return torch.from_numpy(values.astype(np.float32) if values.dtype == np.float16 else values)
+    # A real copy: never a view of the file, and torch refuses the strides of fields in records of odd length.
+    return torch.from_numpy(np.array(values, np.float32 if values.dtype == np.float16 else values.dtype, order="C"))
 
 
 def identity(batch):

@@ -25,8 +25,10 @@ def preprocess(cfg, report=print):
     check_settings(out / "config.json", {**data_settings(cfg), "raw": file_hash(raw / "metadata.json")},
                    f"remove {out} or name another data.folder")
     if (out / "metadata.json").exists():
-        report(f"preprocess: {out} is complete")
-        return out
+        chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
+        if all((out / c["file"]).exists() for c in chunks):
+            report(f"preprocess: {out} is complete")
+            return out
     plan = destinations(meta, cfg.data.samples_per_chunk, cfg.run.seed)
     dtype = record_type(cfg.data.history, cfg.data.future, cfg.data.vehicles[1], cfg.graph.k_max)
     _fill_chunks(cfg, raw, out, meta, plan, dtype, report)
@@ -90,8 +92,9 @@ def _fill_chunks(cfg, raw, out, meta, plan, dtype, report):
             if name:
                 targets.setdefault(name, []).append((row, build_record(sample, cfg, dtype)))
         for name, records in targets.items():
-            path = out / f"{name}.part" if (out / f"{name}.part").exists() else out / name
-            array = np.lib.format.open_memmap(path, "r+")
+            if (out / name).exists():
+                continue  # finished earlier: never written in place
+            array = np.lib.format.open_memmap(out / f"{name}.part", "r+")
             for row, record in records:
                 array[row] = record
             array.flush()

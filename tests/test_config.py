@@ -140,8 +140,9 @@ def test_seed_that_torch_cannot_hold_is_refused():
     assert "run.seed" in mistake("run.seed=100000000000000000000")
 
 
-@pytest.mark.parametrize("override", ["phase1.epochs=0", "phase1.epochs=-3", "env.icv_share=1.01", "env.icv_share=-0.01",
-                                      "phase2.gamma=1.5", "env.max_commands=65", "env.step_length=0", "run.seed=-1"])
+@pytest.mark.parametrize("override", [
+    "phase1.epochs=0", "phase1.epochs=-3", "env.icv_share=1.01", "env.icv_share=-0.01", "phase2.gamma=1.5",
+    "env.max_commands=65", "env.step_length=0", "run.seed=-1"])
 def test_out_of_range_names_the_range(override):
     assert override.partition("=")[0] in mistake(override) and " from " in mistake(override)
 
@@ -159,10 +160,10 @@ def test_wrong_choice_lists_the_choices_and_suggests_one():
 
 
 @pytest.mark.parametrize("override", [
-    "data.controllers=[none, lane_advise]", "evaluate.controllers=[none, polizy]", "data.demand_scales=[1.0, -1.0]",
+    "data.controllers=[none, lane_advise]", "evaluate.controllers=[none, polizy]", "data.demand_scales=[1, -1]",
     "data.demand_scales=[0]", "evaluate.seeds=[-1]", "evaluate.seeds=[7, 7]", "ddp.nccl_env=[NCCL_DEBUG]"])
 def test_wrong_elements_of_lists_are_refused_before_anything_starts(override):
-    """Elements had a type but no range or choices: a wrong evaluate.controllers showed after phase 3."""
+    """Elements had a type but no limits: a wrong evaluate.controllers showed after phase 3."""
     assert override.partition("=")[0] in mistake(override)
 
 
