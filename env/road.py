@@ -31,7 +31,7 @@ class Road:
     joins: list
 
     @classmethod
-    def from_lanes(cls, lanes, reach=250.0):
+    def from_lanes(cls, lanes, reach=600.0):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
         searched at most `reach` m upstream."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}

@@ -40,8 +40,9 @@ class EpisodeTotals:
     def step(self, scene, moved, route_length, events, overflow):
         """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read."""
         before = self.collisions
-        self.departed = events["stats.vehicles.inserted"]
-        self.loaded = self.departed + events["stats.vehicles.waiting"]  # SUMO's own "loaded" counts future ones as well
+        self.departed += len(events["departed"])
+        # SUMO's own "loaded" counts vehicles that are not due yet as well.
+        self.loaded = events["stats.vehicles.inserted"] + events["stats.vehicles.waiting"]
         self.collisions = events["stats.safety.collisions"] - self.before_start
         self.teleports = events["stats.teleports.total"]
         self.arrived += len(events["arrived"])

@@ -1,6 +1,4 @@
 """The gymnasium environment: one episode of traffic, a graph as observation, commands to at most K ICVs as action."""
-import hashlib
-import heapq
 import tempfile
 
 import gymnasium
@@ -11,6 +9,7 @@ from env.launch import SumoError
 from env.road import Road, Traffic
 from env.scenarios import build_scenario
 from env.score import EpisodeTotals
+from env.slots import Slots
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, SPEED, action_space,
                         observation_space)
 
@@ -41,8 +40,7 @@ class TrafficEnv(gymnasium.Env):
         self.seed = int(self.np_random.integers(2 ** 31 - 1)) if seed is None else int(seed) % (2 ** 31 - 1)
         self._start_traffic()
         n = self.env_cfg.max_vehicles
-        self.slot_of, self.free, self.known = {}, list(range(n)), {}
-        self.names, self.icv = [None] * n, np.zeros(n, bool)
+        self.slots, self.known = Slots(n, self.seed, self.env_cfg.icv_share), {}
         self.odometer, self.allowed, self.driven = np.zeros(n), np.zeros(n), set()
         self.route_index, self.routes = {}, [-1, -1]
         self.time = self.begin = self.simulator.client.simulation.getTime()
@@ -115,12 +113,12 @@ class TrafficEnv(gymnasium.Env):
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), set()
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
-            if not 0 <= slot < e.max_vehicles or not self.icv[slot] or slot in seen:
+            if not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen:
                 continue
             seen.add(slot)
-            name = self.names[slot]
+            name = self.slots.names[slot]
             if brake > 0 or not np.isnan(accel):
-                accel = self._permitted(slot, accel, brake)
+                accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
                 if name not in self.driven:
                     commands += sumo.set_modes(name, e.speed_mode, e.lane_change_mode)
                 commands.append(self._accelerate(slot, accel))
@@ -134,21 +132,15 @@ class TrafficEnv(gymnasium.Env):
             commands += sumo.set_modes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES)
         self.driven = driven
         self.totals.intervention(effort, len(seen))
-        return commands, effort / max(int(self.icv.sum()), 1)
-
-    def _permitted(self, slot, accel, brake):
-        """The acceleration that is sent, m/s^2: within the action's range and, gently, within the speed limit."""
-        if brake > 0:
-            return -min(float(brake), MAX_BRAKE)
-        excess = (self.allowed[slot] - self.observation["nodes"][slot, SPEED]) / self.env_cfg.control_interval
-        return float(np.clip(min(accel, max(excess, -1.0)), ACCEL_LOW, ACCEL_HIGH))
+        return commands, effort / max(int(self.slots.icv.sum()), 1)
 
     def _accelerate(self, slot, accel):
-        """SUMO spreads the change of speed over the whole duration, even when the vehicle stands before: so braking is
-        asked for only as long as it takes to stop."""
-        e = self.env_cfg
-        stop = self.observation["nodes"][slot, SPEED] / -accel if accel < 0 else e.control_interval
-        return sumo.accelerate(self.names[slot], accel, min(e.control_interval, max(float(stop), e.step_length)))
+        """The acceleration as SUMO is told it: not beyond the speed limit, which SUMO ignores without its safe-speed
+        check; and braking only until the vehicle stands, because SUMO spreads a change of speed over the duration."""
+        e, speed = self.env_cfg, float(self.observation["nodes"][slot, SPEED])
+        accel = min(accel, max((self.allowed[slot] - speed) / e.control_interval, -1.0))
+        stop = speed / -accel if accel < 0 else e.control_interval
+        return sumo.accelerate(self.slots.names[slot], accel, min(e.control_interval, max(stop, e.step_length)))
 
     def _observe(self, first=False):
         """Read SUMO, update slots, build the observation and the totals."""
@@ -159,7 +151,8 @@ class TrafficEnv(gymnasium.Env):
         routes = np.array(routes, object)
         # Vehicles that are being teleported are on no lane.
         ids, records, lane, routes = _keep(np.flatnonzero(lane >= 0), ids, records, lane, routes)
-        slots, fresh = self._assign_slots(ids)
+        slots, fresh = self.slots.assign(ids)
+        self.driven &= self.slots.slot_of.keys()
         seen = np.flatnonzero(slots >= 0)  # beyond max_vehicles nobody is seen or commanded, only counted
         overflow = len(ids) - len(seen)
         ids, records, lane, routes, slots, fresh = _keep(seen, ids, records, lane, routes, slots, fresh)
@@ -186,34 +179,12 @@ class TrafficEnv(gymnasium.Env):
         observation["edges"][slots, :near.shape[1]] = edges[:, :k_max]
         observation["surround"][slots], observation["moved"][slots] = surround, moved
         observation["mask"][slots], observation["fresh"][slots] = 1, fresh
-        observation["icv"][slots], observation["conflict"][slots] = self.icv[slots], graph.conflicts(self.scene)
+        observation["icv"][slots], observation["conflict"][slots] = self.slots.icv[slots], graph.conflicts(self.scene)
         observation["globals"][:] = globals_
         self.lane_number, self.lane_count = np.zeros(n, int), np.zeros(n, int)
         self.lane_number[slots] = self.scene["lane"]
         self.lane_count[slots] = (self.road.edge_lanes[self.road.lane_edge[self.lane]] >= 0).sum(1)
         self.observation = observation
-
-    def _assign_slots(self, ids):
-        """(slot of each vehicle, -1 = no slot free; whether it is new there). Slots of vehicles that left are freed."""
-        present = set(ids)
-        for name in [name for name in self.slot_of if name not in present]:
-            slot = self.slot_of.pop(name)
-            self.names[slot], self.icv[slot] = None, False
-            self.driven.discard(name)
-            heapq.heappush(self.free, slot)
-        slots, fresh = np.empty(len(ids), int), np.zeros(len(ids), bool)
-        for i, name in enumerate(ids):
-            slot = self.slot_of.get(name)
-            if slot is None and self.free:
-                slot, fresh[i] = heapq.heappop(self.free), True
-                self.slot_of[name], self.names[slot], self.icv[slot] = slot, name, self.is_icv(name)
-            slots[i] = -1 if slot is None else slot
-        return slots, fresh
-
-    def is_icv(self, name):
-        """Whether vehicle `name` (bytes) is connected: a seeded draw at departure, whatever its type."""
-        digest = hashlib.blake2b(b"%d:%b" % (self.seed, name), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.env_cfg.icv_share * 2 ** 64
 
     def _scene(self, ids, records, lane, slots):
         """(SCENE array, surround features) of the vehicles that have slots."""
@@ -223,7 +194,7 @@ class TrafficEnv(gymnasium.Env):
         for name in ("angle", "speed", "accel", "odometer"):
             scene[name] = records[name]
         scene["x"], scene["y"] = records["xy"][:, 0], records["xy"][:, 1]
-        scene["lane"], scene["length"], scene["icv"] = road.lane_number[lane], length, self.icv[slots]
+        scene["lane"], scene["length"], scene["icv"] = road.lane_number[lane], length, self.slots.icv[slots]
         scene["position"] = road.coordinate[lane] + records["pos"]
         scene["lane_end"] = road.lane_length[lane] - records["pos"]
         scene["progress"] = records["odometer"] / route_m

@@ -143,7 +143,7 @@ def test_icv_share_is_a_quarter_and_does_not_depend_on_the_controller(make):
         rng, icvs = np.random.default_rng(0), {}
 
         def command(observation):
-            icvs.update({name: bool(observation["icv"][slot]) for name, slot in env.slot_of.items()})
+            icvs.update({name: bool(observation["icv"][slot]) for name, slot in env.slots.slot_of.items()})
             return BASELINES[controller](observation, 5, rng)
         episode(env, seed, 150, command)
         seen.append(icvs)
@@ -209,7 +209,7 @@ def test_collisions_are_counted_in_every_sub_step(make):
     def step_by_step(until, commands=()):
         for tenth in range(1, 11):
             step(until - 1 + tenth / 10, commands if tenth == 1 else ())
-            entries.extend(read(until - 1 + tenth / 10)[3]["colliding"])
+            entries.extend(read(until - 1 + tenth / 10)[4]["colliding"])
     env.simulator.step = step_by_step
     observation = env.observation
     for _ in range(70):
@@ -396,7 +396,7 @@ def test_slots_fresh_and_moved(make):
     for _ in range(110):
         observation, *_ = env.command(*random_commands(env, observation, rng))
         odometer = env.simulator.client.vehicle.getDistance
-        for name, slot in env.slot_of.items():
+        for name, slot in env.slots.slot_of.items():
             new = name not in slot_of
             assert observation["mask"][slot] and observation["fresh"][slot] == new
             slot_of.setdefault(name, slot)
@@ -406,7 +406,7 @@ def test_slots_fresh_and_moved(make):
             assert driven[name] == pytest.approx(odometer(name.decode()) - begin[name], abs=0.02)
             assert not (new and observation["moved"][slot])
             owners.setdefault(slot, set()).add(name)
-        assert observation["mask"].sum() == len(env.slot_of) == len(set(env.slot_of.values()))
+        assert observation["mask"].sum() == len(env.slots.slot_of) == len(set(env.slots.slot_of.values()))
         empty = observation["mask"] == 0
         assert not observation["nodes"][empty].any() and (observation["neighbours"][empty] == -1).all()
         assert not observation["icv"][empty].any()
@@ -423,7 +423,7 @@ def test_neighbours_are_slots_of_vehicles_that_are_there(make):
         used = neighbours[mask]
         assert mask[used[used >= 0]].all() and not (used == np.flatnonzero(mask)[:, None]).any()
         lead = env.scene["lead"]
-        own = np.array([env.slot_of[name] for name in env.ids], int)
+        own = np.array([env.slots.slot_of[name] for name in env.ids], int)
         for i in np.flatnonzero(lead >= 0):
             assert own[lead[i]] in neighbours[own[i]]
         return nobody(env)
@@ -478,7 +478,7 @@ def test_user_network_with_lights_and_several_types(make, grid):
     icvs = {}
 
     def command(observation):
-        icvs.update({name: bool(observation["icv"][slot]) for name, slot in env.slot_of.items()})
+        icvs.update({name: bool(observation["icv"][slot]) for name, slot in env.slots.slot_of.items()})
         return random_commands(env, observation, rng)
     rows = episode(env, 1, 250, command)
     info = rows[-1][2]
@@ -503,7 +503,7 @@ def test_parked_and_teleporting_vehicles_are_on_no_lane(make, grid):
     for _ in range(60):
         observation, _, _, _, info = env.command(*only(env, np.flatnonzero(env.observation["icv"])[:5], np.nan))
         on_lane = {name for name in stock.getIDList() if stock.getLaneID(name)}
-        assert {name.decode() for name in env.slot_of} == on_lane
+        assert {name.decode() for name in env.slots.slot_of} == on_lane
         assert info["vehicles"] == observation["mask"].sum() == len(on_lane)
         parked += "a" in stock.getIDList() and stock.isStoppedParking("a")
     assert info["teleports"] > 0 and parked > 20

@@ -78,7 +78,7 @@ def test_bulk_readings_equal_the_stock_getters(start, corridor):
     stock, simulation = simulator.client.vehicle, simulator.client.simulation
     getters = {"xy": stock.getPosition, "angle": stock.getAngle, "speed": stock.getSpeed,
                "accel": stock.getAcceleration, "pos": stock.getLanePosition, "odometer": stock.getDistance,
-               "route_index": stock.getRouteIndex}
+               "route_index": stock.getRouteIndex, "allowed": stock.getAllowedSpeed}
     assert set(getters) == {name for name in records.dtype.names if not name.startswith("tag_")}
     names = [name.decode() for name in ids]
     assert len(names) > 50 and set(names) == set(stock.getIDList())
