@@ -1,11 +1,14 @@
 """Fixtures that several test files share."""
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from configs.schema import Config
+from env import launch
 from env.scenarios import build_scenario
+from env.traffic_env import TrafficEnv
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,40 @@ def ends_soon():
             time.sleep(0.02)
         return not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     return wait
+
+
+@pytest.fixture
+def make(scenarios):
+    """make(**changes of EnvConfig) -> TrafficEnv, closed after the test."""
+    made = []
+
+    def build(**changes):
+        config = Config()
+        for name, value in {"max_vehicles": 200, "terminate_on_collision": False, **changes}.items():
+            assert hasattr(config.env, name)
+            setattr(config.env, name, value)
+        made.append(TrafficEnv(config, scenarios))
+        return made[-1]
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def grid(tmp_path_factory):
+    """grid(text of a routes file, lanes=1, more="") -> path of a .sumocfg: 3 x 3 crossings with traffic lights."""
+    folder = tmp_path_factory.mktemp("grid")
+    for lanes in (1, 2):
+        command = [launch.find_binary("netgenerate"), "--grid", "--grid.number", "3", "--grid.length", "150",
+                   "--default.lanenumber", str(lanes), "--default-junction-type", "traffic_light", "--no-turnarounds",
+                   "true", "--seed", "1", "-o", str(folder / f"grid{lanes}.net.xml")]
+        subprocess.run(command, check=True, capture_output=True, env=launch.sumo_environment())
+
+    def write(routes, lanes=1, more=""):
+        name = f"case{len(list(folder.iterdir()))}"
+        (folder / f"{name}.rou.xml").write_text(f"<routes>{routes}</routes>")
+        path = folder / f"{name}.sumocfg"
+        path.write_text(f'<configuration><input><net-file value="grid{lanes}.net.xml"/>'
+                        f'<route-files value="{name}.rou.xml"/></input>{more}</configuration>')
+        return str(path)
+    return write
