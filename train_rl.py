@@ -88,8 +88,8 @@ def steps_per_env(p, envs, team):
              f"{total * fragments * p.fragment_length} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of "
              f"minibatches of {p.minibatch_size} = {team.world} ranks x {p.minibatch_size // team.world}")
     if fragments * p.fragment_length * envs < p.minibatch_size // team.world:
-        raise ConfigError(f"phase2.minibatch_size={p.minibatch_size} is larger than the {fragments * p.fragment_length * total} "
-                          "steps of an iteration")
+        raise ConfigError(f"phase2.minibatch_size={p.minibatch_size} is larger than an iteration of "
+                          f"{fragments * p.fragment_length * total} steps")
     return fragments * p.fragment_length
 
 

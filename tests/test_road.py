@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from env import graph
-from env import graph
 from env.road import FREE_SPEED, MAX_HOPS, Road, Traffic
 
 # a (two lanes) leads to b by both lanes and to c by its left lane (a diverge); the ramp m joins b; the left lane of b
