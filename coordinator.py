@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -90,10 +91,14 @@ def run_step(step, command, threads, stop):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     print(f"\n==== {step}: {' '.join(command)}", flush=True)
-    stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
-    code = stop.child.wait()
-    stop.child = None
-    return code
+    with tempfile.TemporaryDirectory() as place:
+        marker = Path(place) / "bad-input"
+        environment["BAD_INPUT_FILE"] = str(marker)
+        environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
+        stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
+        code = stop.child.wait()
+        stop.child = None
+        return BAD_INPUT if code and marker.exists() else code
 
 
 def with_retries(step, command, threads, retries, stop):
@@ -111,7 +116,8 @@ def steps_to_run(options, state, folder):
     """The steps that this call must run; forgets what `--from-phase` and `--only` ask to repeat."""
     if options.only:
         return [options.only]
-    if options.from_phase:
+    if options.from_phase and state.get("repeating") != options.from_phase:
+        state["repeating"] = options.from_phase  # until it is done: the same command continues
         first = STEPS.index(f"phase{options.from_phase}")
         for step in STEPS[first:]:
             state["steps"].pop(step, None)
@@ -154,6 +160,9 @@ def pipeline(options, stop):
     plan, begun = resource_plan(cfg), time.time()
     state.update(command=" ".join(sys.argv), plan=plan)
     for step in steps_to_run(options, state, folder):
+        if stop.asked:
+            print(f"\nstopped before {step}; everything is saved, the same command continues")
+            return 0
         start = time.time()
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
@@ -168,6 +177,8 @@ def pipeline(options, stop):
         if code:
             print(f"\n{step} failed with exit code {code}; the same command continues here", file=sys.stderr)
             return code
+    state.pop("repeating", None)
+    save_state(folder, state)
     print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
                            for step, facts in state["steps"].items()))
     print(f"done in {time.time() - begun:.0f} s: {folder / 'evaluation.json'}, {folder / 'report.html'}")

@@ -84,6 +84,8 @@ def phase1(cfg, team, stop):
     if not per_epoch:
         raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one step of {team.world} "
                         f"ranks x {p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
+    team.say(f"phase 1: {len(train)} training and {len(held_out)} held-out samples; global batch {team.world} ranks x "
+             f"{p.batch_size} x accumulation {p.accumulation} = {team.world * p.batch_size * p.accumulation}")
     model = TrafficModel(cfg)
     model.set_statistics(train.statistics)
     model.freeze("controller", "safety_shield")
@@ -94,6 +96,8 @@ def phase1(cfg, team, stop):
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     progress = Progress(cfg, team, folder / "phase1", model, optimizer, precision.scaler)
     progress.resume()
+    if team.is_main:
+        save_config(cfg, folder)
     c, metrics = progress.counters, Metrics(folder, 1, team.is_main)
     metrics.drop_after(c["epoch"])
     loader = make_loader(train, sampler, p.loader, team)
@@ -104,12 +108,13 @@ def phase1(cfg, team, stop):
             for q in model.world_model.stage2_parameters():
                 q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
             module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
-        sampler.epoch, sampler.skip = c["epoch"], c["batch"]
+        # The position is kept in samples of all ranks together, so another number of ranks continues at the same one.
+        sampler.epoch, sampler.skip = c["epoch"], c["samples"] // (team.world * p.batch_size)
         start, log = time.perf_counter(), train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         if log is None:
             return
         facts = validate(cfg, team, module, held_out, stage)
-        c["epoch"], c["batch"] = c["epoch"] + 1, 0
+        c["epoch"], c["samples"] = c["epoch"] + 1, 0
         best = stage == 2 and facts["loss_held_out"] < c["best"]
         c["best"] = facts["loss_held_out"] if best else c["best"]
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
@@ -131,8 +136,9 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         micro_batches = [(w, share) for w in window]
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        samples += team.world * p.batch_size * len(window)
-        c["updates"], c["batch"], window = c["updates"] + (not skipped), c["batch"] + p.accumulation, []
+        seen = team.world * p.batch_size * len(window)
+        samples, c["samples"] = samples + seen, c["samples"] + seen
+        c["updates"], window = c["updates"] + (not skipped), []
         if team.any(stop.asked):
             progress.save()
             team.say(f"stopped and saved in epoch {c['epoch'] + 1}; the same command continues")
@@ -218,6 +224,8 @@ def phase3(cfg, team, stop):
     c = progress.counters
     c["multiplier"] = p.multiplier_init
     progress.resume()
+    if team.is_main:
+        save_config(cfg, folder)
     metrics = Metrics(folder, 3, team.is_main)
     metrics.drop_after(c["epoch"])
     module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
@@ -324,8 +332,6 @@ def main():
     team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
         seed_everything(cfg.run.seed)
-        if team.is_main:
-            save_config(cfg, run_folder(cfg))
         {1: phase1, 3: phase3}[options.phase](cfg, team, stop)
     finally:
         team.close()

@@ -48,6 +48,8 @@ def phase2(cfg, team, stop):
     generator = torch.Generator(team.device).manual_seed(cfg.run.seed * 1000 + 2 * 100 + team.rank)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler, generator)
     progress.resume()
+    if team.is_main:
+        save_config(cfg, folder)
     c, metrics = progress.counters, Metrics(folder, 2, team.is_main)
     metrics.drop_after(c["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
@@ -145,8 +147,6 @@ def main():
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
         seed_everything(cfg.run.seed)
-        if team.is_main:
-            save_config(cfg, run_folder(cfg))
         phase2(cfg, team, stop)
     finally:
         team.close()

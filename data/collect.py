@@ -89,10 +89,16 @@ def collect_episode(cfg, job, folder):
     for part, name in enumerate(chunk_names(episode, count, size)):
         batch = samples[part * size:(part + 1) * size]
         texts = [json.dumps(sample) for sample in batch]
-        hashes = [hashlib.sha1(text.encode()).hexdigest() for text in texts]
+        hashes = [content_hash(sample) for sample in batch]
         head = {"episode": episode, "seed": seed, "controller": controller, "demand_scale": scale, "hashes": hashes}
         write_atomically(Path(folder) / name, json.dumps(head)[:-1] + ', "samples": [' + ",\n".join(texts) + "]}")
     return len(samples)
+
+
+def content_hash(sample):
+    """SHA-1 of a sample's traffic: the same traffic at another time or in another episode is a duplicate."""
+    content = {key: value for key, value in sample.items() if key not in ("episode", "time")}
+    return hashlib.sha1(json.dumps(content).encode()).hexdigest()
 
 
 def _samples(env, cfg, controller, seed, episode, count, rng):

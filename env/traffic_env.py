@@ -237,6 +237,8 @@ def check_scenario(cfg, folder):
     env = make_env(cfg, str(folder))
     try:
         env.reset(seed=cfg.run.seed)
+    except SumoError as error:
+        raise SumoError(f"scenario {cfg.env.scenario}: {error}") from None
     finally:
         env.close()
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from configs import ConfigError
 from runtime.resources import threads_per_process
 
 
@@ -75,7 +76,7 @@ def start_team(run, ddp, rollout_workers=0):
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     gpus = torch.cuda.device_count() if run.device != "cpu" else 0
     if run.device == "cuda" and not gpus:
-        raise SystemExit("run.device=cuda, but PyTorch finds no GPU; use run.device=cpu or auto")
+        raise ConfigError("run.device=cuda, but PyTorch finds no GPU; use run.device=cpu or auto")
     device = torch.device(f"cuda:{local_rank % gpus}" if gpus else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,11 +1,13 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
 import math
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 
-from configs import dump_config, to_dict
+from configs import Config, dump_config, to_dict
 from runtime import checkpoint
 
 
@@ -17,8 +19,18 @@ def run_folder(cfg):
 
 
 def save_config(cfg, folder):
-    """Write config.yaml of a run folder."""
+    """Write config.yaml of a run folder, and print what differs from the defaults."""
     dump_config(cfg, folder / "config.yaml")
+    changed = list(_differences(to_dict(cfg), to_dict(Config())))
+    print(f"configuration: {folder / 'config.yaml'}; not default: {', '.join(changed) or 'nothing'}", flush=True)
+
+
+def _differences(ours, theirs, prefix=""):
+    for key, value in ours.items():
+        if isinstance(value, dict):
+            yield from _differences(value, theirs[key], f"{prefix}{key}.")
+        elif value != theirs[key]:
+            yield f"{prefix}{key}={value}"
 
 
 def schema(cfg):
@@ -44,7 +56,7 @@ class Progress:
     def __init__(self, cfg, team, folder, model, optimizer, scaler, generator=None):
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler, self.generator = model, optimizer, scaler, generator
-        self.counters = {"epoch": 0, "updates": 0, "batch": 0, "env_steps": 0, "best": math.inf}
+        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf}
 
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
@@ -143,7 +155,12 @@ def run_script(main, user_errors):
     try:
         return main() or 0
     except user_errors as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(5)  # torchrun ends everybody at the first failure: let the first rank speak before
+            return 2
         print(f"error: {error}", file=sys.stderr, flush=True)
+        if "BAD_INPUT_FILE" in os.environ:  # torchrun itself knows only success and failure
+            Path(os.environ["BAD_INPUT_FILE"]).write_text("2")
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
