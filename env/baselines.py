@@ -6,7 +6,7 @@ outside the observation means "no command".
 import numpy as np
 
 from env.graph import NODE, SURROUND
-from env.traffic_env import KEEP, LEFT
+from env.spaces import KEEP, LEFT
 
 SPEED, LANE = NODE.index("speed"), NODE.index("lane")
 LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")

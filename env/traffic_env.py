@@ -10,8 +10,7 @@ from env.road import Road, Traffic
 from env.scenarios import build_scenario
 from env.score import EpisodeTotals
 from env.slots import Slots
-from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, SPEED, action_space,
-                        observation_space)
+from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, SPEED, action_space, observation_space
 
 
 class TrafficEnv(gymnasium.Env):
@@ -19,7 +18,8 @@ class TrafficEnv(gymnasium.Env):
 
     `cfg` is a configs.Config; `folder` is where built-in scenarios are generated (a temporary one by default). SUMO
     starts with the first `reset`. Collisions are `terminated`, the time limit is `truncated`. `info["cost"]` is the
-    intervention cost of the step: (sum |a| + 5 * lane changes) / ICVs present.
+    intervention cost of the step, on what was commanded: (sum |a| + 5 * lane changes) / ICVs present;
+    `info["executed"]` says what SUMO made of it.
     """
     metadata = {"render_modes": []}
 
@@ -61,15 +61,21 @@ class TrafficEnv(gymnasium.Env):
     def command(self, slot, accel, lane, brake):
         """`step` in physical units: accel and brake in m/s^2, each argument of length K; accel NaN leaves the speed to
         SUMO's driver (lane advice only)."""
-        commands, cost = self._commands(slot, accel, lane, brake)
+        was, (commands, cost) = self.observation, self._commands(slot, accel, lane, brake)
         self._advance(commands)
         self.steps += 1
         terminated = bool(self.env_cfg.terminate_on_collision and self.totals.collisions)
         truncated = not terminated and self.time >= self.begin + self.env_cfg.warmup_s + self.env_cfg.horizon_s - 1e-6
-        info = self._info(cost)
+        info = {**self._info(cost), "executed": self._executed(was, slot)}
         if terminated or truncated:
             info["episode"] = self.totals.summary()
         return self.observation, self.totals.reward, terminated, truncated, info
+
+    def _executed(self, was, slots):
+        """{slot: acceleration that SUMO realised in the step, m/s^2} of the slots whose ICV is still there."""
+        now = self.observation
+        return {int(s): float(now["nodes"][s, SPEED] - was["nodes"][s, SPEED]) / self.env_cfg.control_interval
+                for s in slots if 0 <= s < len(was["icv"]) and was["icv"][s] and now["mask"][s] and not now["fresh"][s]}
 
     def close(self):
         if self.simulator is not None:
@@ -241,6 +247,3 @@ def check_scenario(cfg, folder):
         raise SumoError(f"scenario {cfg.env.scenario}: {error}") from None
     finally:
         env.close()
-
-
-__all__ = ["TrafficEnv", "SumoError", "make_env", "check_scenario", "observation_space", "action_space"]

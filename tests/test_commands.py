@@ -131,3 +131,16 @@ def test_baselines_command_icvs_only_within_the_limits(make):
             return slot, accel, lane, brake
         episode(env, 2, 100, command)
     assert commanded["none"] == 0 and min(commanded[name] for name in BASELINES if name != "none") > 0
+
+
+def test_executed_acceleration_is_what_sumo_made_of_the_command(make):
+    """SUMO's drivers accelerate at 0.8 m/s^2 at most, so a command of 2 is executed as less; braking is exact."""
+    env = make(icv_share=1.0)
+    observation, _ = env.reset(seed=1)
+    for _ in range(40):
+        observation, *_ = env.command(*nobody(env))
+    near, speed = observation["surround"], observation["nodes"][:, 2]
+    slot = int(np.flatnonzero(observation["mask"] & (speed > 20) & (near[:, 0] > 60))[0])
+    executed = [env.command(*only(env, [slot], [accel]))[-1]["executed"] for accel in (-2.0, -2.0, 2.0)]
+    assert [list(step) for step in executed] == [[slot]] * 3
+    assert [step[slot] for step in executed] == pytest.approx([-2, -2, 0.8], abs=0.01)
