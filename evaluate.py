@@ -26,12 +26,15 @@ from env.workers import make_pool
 from models.policy import Driver, TrafficModel
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
-from models.safety_shield import CLIPPED, EMERGENCY, SafetyShield
+from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
 from runtime import checkpoint
 from runtime.training import run_script, schema
 from train_ddp import USER_ERRORS
 
 CONTROLLERS = (*BASELINES, "policy")
+LANES = ("left", "keep", "right")
+SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
+              "sent_lane")
 SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
          "teleports", "shield_clips", "shield_emergencies")
 
@@ -64,18 +67,40 @@ class BaselineController:
 
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
-        slot, accel, lane, _ = self.rule(observation, self.k, self.rng[env])
+        slot, wanted, wanted_lane, _ = self.rule(observation, self.k, self.rng[env])
         row = np.minimum(slot, self.n - 1)
         near = torch.from_numpy(observation["surround"][row]).float()
         speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()
         with torch.no_grad():
-            checked = self.shield(torch.tensor(accel, dtype=torch.float32), torch.tensor(lane), speed, near)
+            checked = self.shield(torch.tensor(wanted, dtype=torch.float32), torch.tensor(wanted_lane), speed, near)
         accel, lane, brake, reason = (x.numpy() for x in checked)
-        return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n)}
+        return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
+                "wanted": wanted, "wanted_lane": wanted_lane}
+
+
+class Audit:
+    """What the shield changed in one episode: counts for the row, and one line per override for the log."""
+
+    def __init__(self, controller, seed):
+        self.controller, self.seed, self.step, self.lines = controller, seed, 0, []
+        self.counts = {"shield_clips": 0, "shield_emergencies": 0}
+
+    def add(self, commands):
+        """Note one control step's overrides."""
+        reason = commands["reason"]
+        self.counts["shield_clips"] += int((reason & CLIPPED > 0).sum())
+        self.counts["shield_emergencies"] += int((reason & EMERGENCY > 0).sum())
+        for i in np.flatnonzero(reason):
+            sent = -commands["brake"][i] if commands["brake"][i] > 0 else commands["accel"][i]
+            why = " + ".join(text for code, text in REASONS.items() if reason[i] & code)
+            self.lines.append((self.controller, self.seed, self.step, int(commands["slot"][i]), why,
+                               round(float(commands["wanted"][i]), 3), LANES[commands["wanted_lane"][i]],
+                               round(float(sent), 3), LANES[commands["lane"][i]]))
+        self.step += 1
 
 
 def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
-    """Rows of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
+    """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     workers = min(cfg.evaluate.workers, len(jobs))
     rows, waiting = [], jobs[::-1]
@@ -83,32 +108,32 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
         drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
         if model is not None:
             drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
-        running, counts = {}, {}
+        running, audits, log = {}, {}, []
         while waiting or running:
             for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
                 for _, summary in pool.receive([env]) if env in running else ():
                     name, seed = running.pop(env)
-                    rows.append({"controller": name, **summary, "seed": seed, **counts[env]})
+                    rows.append({"controller": name, **summary, "seed": seed, **audits[env].counts})
+                    log += audits[env].lines
                     say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
                         f"{summary['arrived']} of {summary['loaded']} arrived")
                 if waiting and env not in running:
                     name, seed = running[env] = waiting.pop()
                     pool.reset([seed], [env])
                     drivers[name].begin(env, seed)
-                    counts[env] = {"shield_clips": 0, "shield_emergencies": 0}
+                    audits[env] = Audit(name, seed)
                 if env in running:
-                    command(pool, env, drivers[running[env][0]], counts[env])
+                    command(pool, env, drivers[running[env][0]], audits[env])
                     pool.send([env])
-    return score(rows, jobs)
+    return score(rows, jobs), sorted(log)
 
 
-def command(pool, env, controller, counts):
-    """Ask a controller for its commands, count what the shield changed, and write them for the pool."""
+def command(pool, env, controller, audit):
+    """Ask a controller for its commands, note what the shield changed, and write them for the pool."""
     commands = controller.act({name: pool.arrays[name][env] for name in pool.final}, env)
     for name in ("slot", "accel", "lane", "brake"):
         pool.arrays[name][env] = commands[name]
-    counts["shield_clips"] += int((commands["reason"] & CLIPPED > 0).sum())
-    counts["shield_emergencies"] += int((commands["reason"] & EMERGENCY > 0).sum())
+    audit.add(commands)
 
 
 def score(rows, jobs):
@@ -154,8 +179,8 @@ def table(summary):
     return "\n".join(lines)
 
 
-def write(path, scenario, seeds, rows):
-    """Results as JSON, and the rows as CSV beside it."""
+def write(path, scenario, seeds, rows, log):
+    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
@@ -165,6 +190,8 @@ def write(path, scenario, seeds, rows):
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
+    with open(path.with_suffix(".shield.csv"), "w", newline="") as file:
+        csv.writer(file).writerows([SHIELD_LOG, *log])
 
 
 def find_checkpoint(path):
@@ -207,7 +234,7 @@ def add_options(parser):
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
-    parser.add_argument("--out", help="write results as JSON, and as CSV beside it")
+    parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
 
 
 def settings(options):
@@ -242,11 +269,11 @@ def main():
     torch.set_num_threads(1)
     folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
     check_scenario(cfg, folder)
-    rows = evaluate(cfg, controllers, seeds, model, folder)
+    rows, log = evaluate(cfg, controllers, seeds, model, folder)
     print(f"\n{cfg.env.scenario}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
     print(table(summarise(rows)))
     if options.out:
-        write(options.out, cfg.env.scenario, seeds, rows)
+        write(options.out, cfg.env.scenario, seeds, rows, log)
 
 
 if __name__ == "__main__":
