@@ -20,6 +20,7 @@ from configs import ConfigError
 from configs.command_line import parse
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory
+from runtime.resources import claim
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
@@ -154,7 +155,7 @@ def pipeline(options, stop):
     """Run what is missing; returns the exit code."""
     cfg = options.config
     folder = Path(cfg.run.folder) / cfg.run.name
-    folder.mkdir(parents=True, exist_ok=True)
+    lock = claim(folder)  # noqa: F841  held until this process ends
     state_file = folder / "state.json"
     state = json.loads(state_file.read_text()) if state_file.exists() else {"steps": {}}
     plan, begun = resource_plan(cfg), time.time()

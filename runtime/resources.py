@@ -1,5 +1,9 @@
-"""How the cores of a machine are shared out; without torch, for the coordinator too."""
+"""How the cores and folders of a machine are shared out; without torch, for the coordinator too."""
+import fcntl
 import os
+from pathlib import Path
+
+from configs import ConfigError
 
 
 def threads_per_process(wanted, ranks, rollout_workers=0):
@@ -10,3 +14,17 @@ def threads_per_process(wanted, ranks, rollout_workers=0):
     """
     cores = len(os.sched_getaffinity(0))
     return wanted or max(1, (cores - rollout_workers) // ranks)
+
+
+def claim(folder):
+    """Keep other processes from writing to `folder` as long as the returned file is open; the kernel lets go of it
+    however this process ends. ConfigError when somebody else has it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"{folder}: another process is working there; wait for it or change run.name") from None
+    return file

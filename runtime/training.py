@@ -9,6 +9,7 @@ import torch
 
 from configs import Config, dump_config, to_dict
 from runtime import checkpoint
+from runtime.resources import claim
 
 
 def run_folder(cfg):
@@ -56,6 +57,7 @@ class Progress:
     def __init__(self, cfg, team, folder, model, optimizer, scaler, generator=None):
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler, self.generator = model, optimizer, scaler, generator
+        self.lock = claim(folder) if team.is_main else None
         self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf}
 
     def resume(self):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,11 @@ from runtime.distributed import StopRequest, Team
 from runtime.memory import PeakMemory, component, process_tree, pss_mb, tree_memory
 from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler, Precision
+from runtime.resources import claim
 from runtime.rollout import episode_seed
 from runtime.training import learning_rate, rescale_values
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 ALONE = Team(0, 1, 0, 1, CPU)
 AMP = Config().phase1.amp
@@ -285,3 +288,13 @@ def test_first_signal_asks_and_second_leaves_at_once(monkeypatch):
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
             signal.signal(number, handler)
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
+    """Two runs with the same name wrote into each other's checkpoints."""
+    lock = claim(tmp_path / "run")
+    code = f"from runtime.resources import claim; claim({str(tmp_path / 'run')!r})"
+    second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert second.returncode and "another process is working there" in second.stderr
+    lock.close()
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
