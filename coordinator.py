@@ -7,6 +7,7 @@
 
 Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
 """
+import hashlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs import ConfigError
+from configs import ConfigError, to_dict
 from configs.command_line import parse
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory
@@ -113,6 +114,21 @@ def with_retries(step, command, threads, retries, stop):
     return code
 
 
+def load_state(path, cfg):
+    """What earlier calls did. After a change of the configuration no step counts as done: each looks for itself what
+    there is to continue."""
+    try:
+        state = json.loads(path.read_text()) if path.exists() else {}
+        done = dict(state.get("steps", {}))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
+    digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
+    if done and state.get("configuration") != digest:
+        print("the configuration has changed: every step is run again and continues what it finds")
+        done = {}
+    return {**state, "configuration": digest, "steps": done}
+
+
 def steps_to_run(options, state, folder):
     """The steps that this call must run; forgets what `--from-phase` and `--only` ask to repeat."""
     if options.only:
@@ -156,8 +172,7 @@ def pipeline(options, stop):
     cfg = options.config
     folder = Path(cfg.run.folder) / cfg.run.name
     lock = claim(folder)  # noqa: F841  held until this process ends
-    state_file = folder / "state.json"
-    state = json.loads(state_file.read_text()) if state_file.exists() else {"steps": {}}
+    state = load_state(folder / "state.json", cfg)
     plan, begun = resource_plan(cfg), time.time()
     state.update(command=" ".join(sys.argv), plan=plan)
     for step in steps_to_run(options, state, folder):

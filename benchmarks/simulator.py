@@ -29,8 +29,8 @@ from env.wire import READINGS, STRINGS
 
 STEPS = 300
 VARIABLES = [variable for variable, _, _ in READINGS] + list(STRINGS)
-GETTERS = ("getPosition", "getAngle", "getSpeed", "getAcceleration", "getLanePosition", "getDistance", "getAllowedSpeed",
-           "getRouteIndex", "getLaneID", "getRouteID")
+GETTERS = ("getPosition", "getAngle", "getSpeed", "getAcceleration", "getLanePosition", "getDistance",
+           "getAllowedSpeed", "getRouteIndex", "getLaneID", "getRouteID")
 
 
 def arguments(scenario):

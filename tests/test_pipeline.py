@@ -214,60 +214,6 @@ def test_two_ranks_under_torchrun(finished):
     assert progress(finished.folder / "runs/ranks", 1) == [1, 2]
 
 
-# ---- order of the steps, without running them -------------------------------------------------------------------
-
-@pytest.fixture
-def steps(tmp_path, monkeypatch):
-    """Call the coordinator's pipeline with steps that only note their names; `codes` are their exit codes in turn."""
-    monkeypatch.chdir(tmp_path)
-    plan = {step: {"processes": 1, "threads": 1} for step in coordinator.STEPS}
-    monkeypatch.setattr(coordinator, "resource_plan", lambda cfg: plan)
-    stop, names = SimpleNamespace(asked=False, child=None), []
-
-    def pipeline(*arguments, codes=(), stop_in=None):
-        codes, stop.asked = list(codes), stop_in == "before"
-        names.clear()
-
-        def noted(step, *_):
-            names.append(step)
-            (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
-            stop.asked = stop.asked or step == stop_in
-            return codes.pop(0) if codes else 0
-        monkeypatch.setattr(coordinator, "run_step", noted)
-        options = coordinator.parse("", ["--config", "configs/smoke.yaml", *arguments], coordinator.add_options)
-        return coordinator.pipeline(options, stop), list(names)
-    return pipeline
-
-
-def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
-    assert steps("--only", "phase1", codes=[1, 0]) == (0, ["phase1", "phase1"])
-    assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
-    assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
-    assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
-
-
-def test_steps_follow_one_another_and_are_not_repeated(steps):
-    everything = list(coordinator.STEPS)
-    assert steps(codes=[0, 0, 0, 7, 7]) == (7, ["collect", "preprocess", "phase1", "phase2", "phase2"])
-    assert steps() == (0, everything[3:]) and steps() == (0, [])
-    assert steps("--only", "evaluate") == (0, ["evaluate"])
-    assert steps("--from-phase", "2") == (0, everything[3:])
-    assert sorted(p.name for p in Path("runs/smoke").glob("*.old*")) == ["phase2.old1", "phase3.old1"]
-
-
-def test_stop_between_two_steps_starts_nothing_more(steps):
-    """A signal while no step was running was remembered, but the whole next phase ran before it was obeyed."""
-    assert steps(stop_in="before") == (0, [])
-    assert steps(stop_in="collect") == (0, ["collect"])
-
-
-def test_stopped_repetition_is_continued_by_the_same_command(steps):
-    """`--from-phase 2`, stopped, promised that "the same command continues", which then began phase 2 anew."""
-    assert steps()[0] == 0
-    assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
-    assert steps("--from-phase", "2")[1] == ["phase3", "evaluate", "report"]
-
-
 # ---- evaluating ------------------------------------------------------------------------------------------------
 
 def scores(folder, name, *words):
