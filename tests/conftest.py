@@ -1,9 +1,13 @@
 """Fixtures that several test files share."""
+import copy
+import math
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from scenes import build
+from torch import nn
 
 from configs.schema import Config
 from env import launch
@@ -69,3 +73,22 @@ def grid(tmp_path_factory):
                         f'<route-files value="{name}.rou.xml"/></input>{more}</configuration>')
         return str(path)
     return write
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Both presets; tests that change one take a copy."""
+    return {"small": build("small"), "full": build("full")}
+
+
+@pytest.fixture(scope="session")
+def small(models):
+    """A small model whose last layers are not near zero, so that a mistake in any input shows in the outputs."""
+    model = copy.deepcopy(models["small"])
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
+            nn.init.normal_(module.bias, std=0.1)
+    for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
+        last.weight.data *= 0.2
+    return model.eval()

@@ -7,71 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from scenes import scene
 
-from configs import Config
-from models.controller import GLOBAL_FEATURES, HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEATURES
-from models.policy import PARTS, TrafficModel, bucket, candidate_slots
+from models.policy import PARTS, bucket, candidate_slots
 from models.presets import FULL_RANGES, PRESETS, Normalizer
 from models.world_model import WorldModel
 
 FP16_MAX = 65504.0
 SMALL = PRESETS["small"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tensors this small are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def build(preset, seed=0):
-    cfg = Config()
-    cfg.model.preset = preset
-    torch.manual_seed(seed)
-    return TrafficModel(cfg)
-
-
-@pytest.fixture(scope="module")
-def models():
-    """Both presets; tests that change one take a copy."""
-    return {"small": build("small"), "full": build("full")}
-
-
-@pytest.fixture(scope="module")
-def small(models):
-    """A small model whose last layers are not near zero, so that a mistake in any input shows in the outputs."""
-    model = copy.deepcopy(models["small"])
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
-            nn.init.normal_(module.bias, std=0.1)
-    for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
-        last.weight.data *= 0.2
-    return model.eval()
-
-
-def scene(vehicles, slots, seed=0, batch=2, k=5):
-    """Observations in physical units: `vehicles` in the first of `slots`, ICVs among them, some neighbours missing."""
-    g = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
-    scale = torch.tensor([1, 3, 30, 10, 500, 1, 1, 2, 2.0])
-    near = torch.stack([torch.stack([torch.randperm(vehicles - 1, generator=g)[:k] for _ in range(vehicles)])
-                        for _ in range(batch)])
-    near += near >= torch.arange(vehicles)[:, None]  # nobody is their own neighbour
-    near[rand(near.shape) < 0.3] = -1
-    edges = rand(batch, vehicles, k, 4) * torch.tensor([100, 20, 20, 10.0]) - torch.tensor([50, 10, 0, 0.0])
-    surround = rand(batch, vehicles, SURROUND_FEATURES) * torch.tensor([200, 30] * 5 + [1, 1, 500, 10.0])
-    surround[..., HAS_LEFT:HAS_RIGHT + 1] = surround[..., HAS_LEFT:HAS_RIGHT + 1].round()
-    icv = rand(batch, vehicles) < 0.5
-    icv[:, :6] = True
-    out = {"nodes": rand(batch, vehicles, NODE_FEATURES) * scale, "edges": edges * (near >= 0)[..., None],
-           "neighbours": near, "surround": surround, "icv": icv, "mask": torch.ones(batch, vehicles, dtype=torch.bool)}
-    out = {name: F.pad(x, (0, 0) * (x.dim() - 2) + (0, slots - vehicles), value=-1 if name == "neighbours" else 0)
-           for name, x in out.items()}
-    return {**out, "globals": rand(batch, GLOBAL_FEATURES) * 20}
 
 
 def permuted(obs, order):
