@@ -39,8 +39,8 @@ from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
 from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, rescale_values,
-                              run_folder, run_script, save_config, seed_everything, set_learning_rate,
-                              share_of_workers, to_device)
+                              run_folder, run_script, save_config, set_learning_rate, share_of_workers,
+                              to_device)
 
 USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 
@@ -331,7 +331,7 @@ def main():
     cfg, stop = options.config, StopRequest()
     team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
-        seed_everything(cfg.run.seed)
+        torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
         {1: phase1, 3: phase3}[options.phase](cfg, team, stop)
     finally:
         team.close()

@@ -27,7 +27,7 @@ from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder, run_script,
-                              save_config, seed_everything, share_of_workers, to_device)
+                              save_config, share_of_workers, to_device)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("candidates", "valid", "scene", "picks", "pick_valid", "u", "lane", "release", "log_prob")
@@ -146,7 +146,7 @@ def main():
     one_learner_per_gpu(cfg)
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
-        seed_everything(cfg.run.seed)
+        torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
         phase2(cfg, team, stop)
     finally:
         team.close()

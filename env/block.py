@@ -4,8 +4,6 @@ import numpy as np
 from env.spaces import observation_space
 from env.traffic_env import make_env
 
-FACTS = ("vehicles", "icvs", "sigma_v", "abs_a", "loaded", "arrived", "collisions", "overflow")
-
 
 def block_layout(cfg):
     """({name: (shape, dtype)} of one environment's observation, the same of everything else that is shared)."""
@@ -15,7 +13,7 @@ def block_layout(cfg):
     k = (cfg.env.max_commands,)
     rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
             "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
-            "truncated": ((), np.bool_), "facts": ((len(FACTS),), np.float32)}
+            "truncated": ((), np.bool_)}
     return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
 
 
@@ -52,7 +50,6 @@ class Environments:
         observation, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
             a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index])
         a["cost"][index] = info["cost"]
-        a["facts"][index] = [info[name] for name in FACTS]
         if "episode" not in info:
             self._write(a, index, observation)
             return None

@@ -21,10 +21,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from env.block import FACTS, Environments, map_block
+from env.block import Environments, map_block
 from env.launch import die_with_parent
-
-__all__ = ["FACTS", "Pool", "SerialPool", "WorkerError", "WorkerPool", "make_pool"]
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -207,7 +205,7 @@ def worker_main(pipe_fd, memory_fd):
 def _answer(environments, orders):
     try:
         return environments.run(orders)
-    except Exception:
+    except Exception:  # whatever it is, the parent must hear of it
         about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
         return f"{about}\n{traceback.format_exc()}"
 

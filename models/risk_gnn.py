@@ -5,9 +5,9 @@ from torch import nn
 
 from models.presets import Normalizer, mlp
 
-NODE_FEATURES, EDGE_FEATURES = 9, 4
-LANE, SPEED, ACCEL, LANE_END = 1, 2, 3, 4        # columns of a node
-GAP, RELATIVE_SPEED, TTC, THW = 0, 1, 2, 3       # columns of an edge
+NODE_FEATURES = 9
+SPEED = 2  # column of a node
+TTC = 2    # column of an edge
 NODE_MEAN = [0.5, 0.5, 15.0, 0.0, 250.0, 0.5, 0.0, 0.0, 0.0]
 NODE_STD = [0.3, 1.0, 8.0, 5.0, 200.0, 0.3, 1.0, 1.0, 1.0]  # acceleration: clamped to +-5 when observed, then / 5
 

@@ -167,8 +167,3 @@ def run_script(main, user_errors):
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def seed_everything(seed):
-    """Seed torch's own generator, which initialises weights: equal on every rank."""
-    torch.manual_seed(seed)

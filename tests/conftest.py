@@ -1,15 +1,19 @@
 """Fixtures that several test files share."""
-import copy
 import math
+import shutil
 import subprocess
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+from data_sets import config, silent
 from scenes import build
 from torch import nn
 
 from configs.schema import Config
+from data.collect import collect
+from data.preprocess import preprocess
 from env import launch
 from env.scenarios import build_scenario
 from env.traffic_env import TrafficEnv
@@ -84,7 +88,7 @@ def models():
 @pytest.fixture(scope="session")
 def small(models):
     """A small model whose last layers are not near zero, so that a mistake in any input shows in the outputs."""
-    model = copy.deepcopy(models["small"])
+    model = deepcopy(models["small"])
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
@@ -92,3 +96,25 @@ def small(models):
     for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
         last.weight.data *= 0.2
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """A finished data set; tests only read it."""
+    folder = tmp_path_factory.mktemp("data") / "set"
+    collect(config(folder), silent)
+    preprocess(config(folder), silent)
+    return folder
+
+
+@pytest.fixture
+def copy(recorded, tmp_path):
+    """A copy of the finished data set that a test may damage."""
+    return shutil.copytree(recorded, tmp_path / "set")
+
+
+@pytest.fixture
+def raw(copy):
+    """A copy that is collected but not preprocessed."""
+    shutil.rmtree(copy / "processed")
+    return copy

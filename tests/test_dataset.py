@@ -1,57 +1,19 @@
 """data/dataset.py: reading chunks, damaged ones refused, and the order of samples over ranks and epochs."""
 import json
 import pickle
-import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from configs import load_config
-from data.collect import collect
 from data.dataset import OPEN_CHUNKS, BlockSampler, ChunkedDataset, StreamingDataset
 from data.layout import VERSION, DataError, file_hash, record_type, write_atomically
-from data.preprocess import preprocess
 from env.graph import GLOBAL, NODE
 from runtime.distributed import Team
 from train_ddp import make_loader
 
 EPISODES, SAMPLES = 4, 30  # 8, 8, 8 and 6 samples, in raw chunks of 5, 3, 5, 3, 5, 3, 5 and 1
-
-
-def config(folder, *overrides):
-    small = [f"data.folder={folder}", "data.samples=30", "data.samples_per_chunk=5"]
-    return load_config("configs/smoke.yaml", [*small, *overrides])
-
-
-def silent(_):
-    pass
-
-
-def hashes(folder, pattern="*"):
-    return {p.name: file_hash(p) for p in folder.glob(pattern)}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """A finished data set; tests only read it."""
-    folder = tmp_path_factory.mktemp("data") / "set"
-    collect(config(folder), silent)
-    preprocess(config(folder), silent)
-    return folder
-
-
-@pytest.fixture
-def copy(recorded, tmp_path):
-    """A copy of the finished data set that a test may damage."""
-    return shutil.copytree(recorded, tmp_path / "set")
-
-
-@pytest.fixture
-def raw(copy):
-    """A copy that is collected but not preprocessed."""
-    shutil.rmtree(copy / "processed")
-    return copy
 
 
 def raw_samples(folder):

@@ -12,7 +12,6 @@ import pytest
 
 import env as env_package
 from configs.schema import Config
-from env.block import FACTS
 from env.traffic_env import KEEP, TrafficEnv
 from env.workers import SerialPool, WorkerError, WorkerPool, make_pool
 
@@ -107,7 +106,6 @@ def test_arrays_hold_what_the_environment_returns(pool_of, scenarios, config):
                 assert np.array_equal(stored, value.astype(stored.dtype)), name
             assert pool.arrays["reward"][0] == np.float32(reward) and pool.arrays["cost"][0] == np.float32(info["cost"])
             assert (pool.arrays["terminated"][0], pool.arrays["truncated"][0]) == (terminated, truncated)
-            assert pool.arrays["facts"][0].tolist() == [np.float32(info[name]) for name in FACTS]
     finally:
         env.close()
 
@@ -138,7 +136,7 @@ def test_alternating_groups_give_the_same_as_one_after_another(pool_of):
             plain.send(group)
             plain.receive(group)
             expected.append(snapshot(plain, group))
-    results = ("nodes", "edges", "neighbours", "globals", "mask", "reward", "cost", "facts", "moved")
+    results = ("nodes", "edges", "neighbours", "globals", "mask", "reward", "cost", "moved")
     assert all(equal({name: a[name] for name in results}, b) for a, b in zip(seen, expected))
 
 
