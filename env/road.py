@@ -13,22 +13,27 @@ MAX_HOPS = 10      # lanes followed downstream in search of a leader
 
 @dataclass
 class Road:
-    """lane_length [L] m, lane_edge [L], lane_number [L] from the right, edge_lanes [E, most lanes] (-1 = none),
-    link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none), coordinate [L]: network
-    position of the lane's start, m, growing towards the exits; upstream [L]: [(lane, m between)] that lead here."""
+    """lane_length [L] m, lane_edge [L], lane_number [L] from the right, lane_count [L] of its edge, edge_lanes
+    [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none),
+    coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
+    [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
+    the same next edge."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
     lane_edge: np.ndarray
     lane_number: np.ndarray
+    lane_count: np.ndarray
     edge_lanes: np.ndarray
     link_lane: np.ndarray
     link_edge: np.ndarray
     coordinate: np.ndarray
     extent: float
-    upstream: list
+    upstream_lane: np.ndarray
+    upstream_m: np.ndarray
     internal: np.ndarray
-    joins: list
+    join_edge: np.ndarray
+    join_with: np.ndarray
 
     @classmethod
     def from_lanes(cls, lanes, reach=600.0):
@@ -53,9 +58,12 @@ class Road:
         internal = np.array([lane.startswith(":") for lane, _, _ in lanes])
         remaining = _distance_to_exit(length, link_lane, edge_of)
         extent = max(float(remaining.max()), 1.0)
-        joins = _joining_edges(link_edge, edge_of, internal, len(edges))
-        return cls(index, edges, length, edge_of, number, edge_lanes, link_lane, link_edge, extent - remaining, extent,
-                   _upstream(length, link_lane, reach), internal, joins)
+        upstream_lane, upstream_m = _upstream(length, link_lane, reach)
+        join_edge, join_with = _joining_edges(link_edge, edge_of, internal)
+        return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
+                   lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
+                   link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
+                   upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with)
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
@@ -77,38 +85,44 @@ class Traffic:
         self.route_at, self.routes, self.lookahead = route_at, routes, lookahead
         self.order = np.lexsort((pos, lane))
         self.key = lane[self.order] * 1e6 + pos[self.order]  # sorted; one lane is shorter than 1000 km
-        lanes = np.arange(len(road.lane_length))
-        self.first = np.searchsorted(lane[self.order], lanes, "left")
-        self.end = np.searchsorted(lane[self.order], lanes, "right")
+        self.end = np.cumsum(np.bincount(lane, minlength=len(road.lane_length)))  # of each lane's vehicles in `order`
+        self.first = np.append(0, self.end[:-1])
+        self.everybody = np.arange(len(lane))
 
-    def ahead(self, lane):
-        """Who each vehicle would follow if it were on `lane` [N]: (index or -1, gap m, speed m/s), each [N].
+    def ahead(self, lane, vehicle=None):
+        """Who vehicle[m] (all in turn by default) would follow on lane[m]: (index or -1, gap m, speed m/s), each [M].
 
         Follows the vehicle's own route over lane ends and junctions. The end of a lane that does not lead on along
         the route is an obstacle that stands still (index -1, speed 0).
         """
-        n, here = len(lane), lane >= 0
+        vehicle, here = self.everybody if vehicle is None else vehicle, lane >= 0
         # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
-        key = lane * 1e6 + self.pos
-        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "right"),
-                         np.searchsorted(self.key, key, "left"))
+        place, pos = self._places(lane, vehicle, "left", "right"), self.pos[vehicle]
         same = here & (place < self.end[lane])
-        who = np.where(same, self.order[np.minimum(place, n - 1)], -1)
-        gap = np.where(same, self.pos[who] - self.length[who] - self.pos, self.lookahead)
+        who = np.where(same, self.order[np.minimum(place, len(self.order) - 1)], -1)
+        gap = np.where(same, self.pos[who] - self.length[who] - pos, self.lookahead)
         speed = np.where(same, self.speed[who], FREE_SPEED)
-        self._search_downstream(lane, np.flatnonzero(here & ~same), who, gap, speed)
-        far = (gap >= self.lookahead) | (who == np.arange(n))  # alone on a closed road one would follow oneself
-        return np.where(far, -1, who), np.where(far, self.lookahead, gap), np.where(far, FREE_SPEED, speed)
+        self._search_downstream(lane, vehicle, np.flatnonzero(here & ~same), who, gap, speed)
+        far = (gap >= self.lookahead) | (who == vehicle)  # alone on a closed road one would follow oneself
+        who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
+        return who, gap, speed
 
-    def _search_downstream(self, lane, rest, who, gap, speed):
-        """Fill who, gap and speed of the vehicles `rest`, which are the first on their lane, in place."""
-        road, current, at = self.road, lane[rest], self.route_at[rest]
-        travelled = road.lane_length[current] - self.pos[rest]
+    def _places(self, lane, vehicle, beside, own):
+        """Where vehicle[m] would stand in `order` if it were on lane[m]; on its own lane the search is another."""
+        key = lane * 1e6 + self.pos[vehicle]
+        place, mine = np.searchsorted(self.key, key, beside), np.flatnonzero(lane == self.lane[vehicle])
+        place[mine] = np.searchsorted(self.key, key[mine], own)
+        return place
+
+    def _search_downstream(self, lane, vehicle, rest, who, gap, speed):
+        """Fill who, gap and speed of the entries `rest`, which are the first on their lane, in place."""
+        road, current, at = self.road, lane[rest], self.route_at[vehicle[rest]]
+        travelled = road.lane_length[current] - self.pos[vehicle[rest]]
         for _ in range(MAX_HOPS):
-            near = travelled < self.lookahead
-            rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
-            if not len(rest):
+            near = np.flatnonzero(travelled < self.lookahead)
+            if not len(near):
                 return
+            rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
             target = self.routes[at + 1]
             fits = (road.link_edge[current] == target[:, None]) & (target >= 0)[:, None]  # -1 also fills unused links
             leads_on, ends_here = fits.any(1), target < 0
@@ -123,32 +137,43 @@ class Traffic:
             rest, current, travelled = rest[go], following[go], travelled[go] + road.lane_length[following[go]]
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
 
-    def behind(self, lane):
-        """Who would follow each vehicle if it were on `lane` [N]: (gap m, speed m/s), each [N]."""
-        key = lane * 1e6 + self.pos
-        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "left"),
-                         np.searchsorted(self.key, key, "right")) - 1
+    def behind(self, lane, vehicle=None):
+        """Who would follow vehicle[m] (all in turn by default) if it were on lane[m]: (gap m, speed m/s), each [M]."""
+        vehicle = self.everybody if vehicle is None else vehicle
+        place, rear = self._places(lane, vehicle, "right", "left") - 1, (self.pos - self.length)[vehicle]
         same = (lane >= 0) & (place >= self.first[lane])
         who = self.order[np.maximum(place, 0)]
-        gap = np.where(same, self.pos - self.length - self.pos[who], self.lookahead)
+        gap = np.where(same, rear - self.pos[who], self.lookahead)
         speed = np.where(same, self.speed[who], 0.0)
-        for i in np.flatnonzero((lane >= 0) & ~same & (self.pos < self.lookahead)):  # the last on their lane: few
-            for upstream, between in self.road.upstream[lane[i]]:
-                if self.end[upstream] > self.first[upstream]:
-                    j = self.order[self.end[upstream] - 1]
-                    distance = (self.pos[i] - self.length[i] + between + self.road.lane_length[upstream] - self.pos[j])
-                    if j != i and distance < gap[i]:
-                        gap[i], speed[i] = distance, self.speed[j]
+        self._search_upstream(lane, vehicle, np.flatnonzero((lane >= 0) & ~same & (self.pos[vehicle] < self.lookahead)),
+                              gap, speed)
         far = gap >= self.lookahead
-        return np.where(far, self.lookahead, gap), np.where(far, 0.0, speed)
+        gap[far], speed[far] = self.lookahead, 0.0
+        return gap, speed
+
+    def _search_upstream(self, lane, vehicle, rest, gap, speed):
+        """Fill gap and speed of the entries `rest`, which are the last on their lane, in place."""
+        if not len(rest):
+            return
+        road, me = self.road, vehicle[rest]
+        lanes = road.upstream_lane[lane[rest]]
+        last = self.order[self.end[lanes] - 1]  # the foremost vehicle of each upstream lane, where there is one
+        way = (self.pos - self.length)[me][:, None] + road.upstream_m[lane[rest]] + road.lane_length[lanes]
+        taken = (lanes >= 0) & (self.end[lanes] > self.first[lanes]) & (last != me[:, None])
+        distance = np.where(taken, way - self.pos[last], np.inf)
+        nearest = distance.argmin(1)[:, None]
+        distance, last = (np.take_along_axis(x, nearest, 1)[:, 0] for x in (distance, last))
+        found = distance < gap[rest]
+        gap[rest[found]], speed[rest[found]] = distance[found], self.speed[last[found]]
 
     def merging(self):
         """(distance to the lane end where other edges join, m; vehicles on those edges), each [N]."""
-        edge = self.road.lane_edge[self.lane]
-        count = np.bincount(edge, minlength=len(self.road.joins))
-        waiting = np.array([count[list(others)].sum() if others else -1 for others in self.road.joins])[edge]
-        distance = np.where(waiting >= 0, self.road.lane_length[self.lane] - self.pos, 500.0)
-        return np.minimum(distance, 500.0), np.maximum(waiting, 0)
+        road, edge = self.road, self.road.lane_edge[self.lane]
+        count = np.bincount(edge, minlength=len(road.edge_lanes))
+        waiting = np.bincount(road.join_edge, count[road.join_with], len(count))
+        joins = np.bincount(road.join_edge, minlength=len(count)) > 0
+        distance = np.where(joins[edge], road.lane_length[self.lane] - self.pos, 500.0)
+        return np.minimum(distance, 500.0), waiting[edge]
 
 
 def _distance_to_exit(length, link_lane, edge_of):
@@ -179,7 +204,7 @@ def _distance_to_exit(length, link_lane, edge_of):
 
 
 def _upstream(length, link_lane, reach):
-    """For each lane [(upstream lane, metres between its end and this lane's start)] within `reach` m."""
+    """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
     before = [[] for _ in length]
     for i, links in enumerate(link_lane):
         for j in links[links >= 0]:
@@ -194,18 +219,17 @@ def _upstream(length, link_lane, reach):
                     found[b] = between
                     todo.append((b, between + length[b]))
         result.append(sorted(found.items(), key=lambda item: item[1]))
-    return result
+    width = max(1, max(len(found) for found in result))
+    padded = np.array([found + [(-1, 0.0)] * (width - len(found)) for found in result])
+    return padded[..., 0].astype(int), padded[..., 1]
 
 
-def _joining_edges(link_edge, edge_of, internal, count):
-    """For each edge the other edges that lead to the same next edges: where traffic merges. [E] sets"""
+def _joining_edges(link_edge, edge_of, internal):
+    """Pairs of different edges that lead to the same next edge, where traffic merges: (edge [P], other [P])."""
     into = {}
     for lane, targets in enumerate(link_edge):
         if not internal[lane]:
             for target in targets[targets >= 0]:
                 into.setdefault(target, set()).add(edge_of[lane])
-    joins = [set() for _ in range(count)]
-    for sources in into.values():
-        for edge in sources:
-            joins[edge] |= sources - {edge}
-    return joins
+    pairs = {(edge, other) for sources in into.values() for edge in sources for other in sources if edge != other}
+    return np.array(sorted(pairs), int).reshape(-1, 2).T

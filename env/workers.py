@@ -8,8 +8,9 @@ other group's actions.
     pool.send(group, next_seeds)            step the group's environments with pool.arrays["slot"] and its siblings
     ended = pool.receive(group)             [(environment, episode summary)] of the episodes that ended
 
-After `receive`, `pool.arrays[name][env]` holds the observation; where an episode ended, `pool.final[name][env]` holds
-its last observation and `arrays` that of the next episode, if `next_seeds` gave one.
+After `receive`, `pool.arrays[name][env]` holds the observation (and "seconds", where the worker's time went); where an
+episode ended, `pool.final[name][env]` holds its last observation and `arrays` that of the next episode, if
+`next_seeds` gave one.
 """
 import mmap
 import multiprocessing.connection
@@ -18,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -194,7 +196,9 @@ def worker_main(pipe_fd, memory_fd):
     environments = Environments(cfg, indices, arrays, final, folder)
     try:
         while True:
+            start = time.perf_counter()
             orders = pipe.recv()
+            environments.idle = time.perf_counter() - start
             pipe.send(sorted(sys.modules) if orders == "modules" else _answer(environments, orders))
     except (EOFError, ConnectionError):
         pass  # the pool was closed

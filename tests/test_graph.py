@@ -53,7 +53,7 @@ def test_neighbour_graph_equals_a_loop_over_all_pairs(seed):
         assert neighbours[i][places].tolist() == expected
         for place in places:
             j = neighbours[i, place]
-            assert edges[i, place] == pytest.approx(naive_edge(scene, i, j, j == lead), rel=1e-5, abs=1e-5)
+            assert edges[i, place] == pytest.approx(naive_edge(scene, i, j, j == lead), rel=1e-5, abs=1e-4)  # float32
         assert not edges[i][neighbours[i] < 0].any()
 
 

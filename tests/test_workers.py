@@ -55,7 +55,7 @@ def command(pool, rng, group):
 
 def snapshot(pool, group=None):
     rows = slice(None) if group is None else list(group)
-    return {name: array[rows].copy() for name, array in pool.arrays.items()}
+    return {name: array[rows].copy() for name, array in pool.arrays.items() if name != "seconds"}  # times differ
 
 
 def equal(first, second):
