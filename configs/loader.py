@@ -191,6 +191,9 @@ def _cross_checks(c, path):
     if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
         wrong.append(f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
                      f"2 to env.max_vehicles={c.env.max_vehicles}")
+    if c.env.backend == "libsumo" and c.rollout.num_envs_per_worker > 1:
+        wrong.append(f"env.backend=libsumo with rollout.num_envs_per_worker={c.rollout.num_envs_per_worker}: libsumo "
+                     "holds one simulation per process; set it to 1")
     if c.phase3.fragment_length % c.phase3.sequence_length:
         wrong.append(f"phase3.fragment_length={c.phase3.fragment_length} is no multiple of "
                      f"phase3.sequence_length={c.phase3.sequence_length}")

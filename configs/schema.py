@@ -23,7 +23,8 @@ class RunConfig:
 @dataclass
 class EnvConfig:
     scenario: str = opt("corridor", "built-in name (corridor, ring) or path of a .sumocfg")
-    backend: str = opt("traci", "how Python talks to SUMO", choices=("traci", "libsumo"))
+    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
+                       choices=("traci", "libsumo"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
@@ -129,6 +130,7 @@ class DataConfig:
 class RolloutConfig:
     num_workers: int = opt(6, "rollout processes per node, shared by its learners; 0 = in this process", low=0)
     num_envs_per_worker: int = opt(2, "environments of a worker; the groups alternate", low=1, high=8)
+    pin_workers: bool = opt(True, "keep each worker and its SUMO on one processor (when there are enough)")
 
 
 @dataclass

@@ -8,13 +8,13 @@ import numpy as np
 
 from env.launch import SumoError, sumo_home
 from env.sumo import COUNTERS
-from env.wire import READINGS, Accelerate, ChangeLane, SetModes, tc
+from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
                   ).newbyteorder("=")
 GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel": "getAcceleration",
            "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
-           "route_index": "getRouteIndex"}
+           "length": "getLength", "route_index": "getRouteIndex"}
 
 
 class LibSumo:
@@ -78,16 +78,15 @@ class LibSumo:
         events.update({name: int(float(simulation.getParameter("", name))) for name in COUNTERS})
         return _encode(names), records, lanes, routes, events
 
-    def get(self, requests):
-        """Values of [(variable, vehicle id bytes)]; None where SUMO knows no such vehicle."""
-        return [self._get(variable, name.decode()) for variable, name in requests]
+    def routes_of(self, names):
+        """Edges (bytes) of each vehicle's route; [] where SUMO knows no such vehicle."""
+        return [self._route_of(name.decode()) for name in names]
 
-    def _get(self, variable, name):
-        vehicle = self.client.vehicle
+    def _route_of(self, name):
         try:
-            return vehicle.getLength(name) if variable == tc.VAR_LENGTH else _encode(vehicle.getRoute(name))
+            return _encode(self.client.vehicle.getRoute(name))
         except self.client.TraCIException:
-            return None
+            return []
 
     def time(self):
         """Simulated time, s."""

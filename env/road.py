@@ -17,7 +17,7 @@ class Road:
     [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none),
     coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
-    the same next edge."""
+    the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -34,6 +34,8 @@ class Road:
     internal: np.ndarray
     join_edge: np.ndarray
     join_with: np.ndarray
+    joins: np.ndarray
+    beside: dict
 
     @classmethod
     def from_lanes(cls, lanes, reach=600.0):
@@ -60,64 +62,63 @@ class Road:
         extent = max(float(remaining.max()), 1.0)
         upstream_lane, upstream_m = _upstream(length, link_lane, reach)
         join_edge, join_with = _joining_edges(link_edge, edge_of, internal)
+        joins = np.isin(np.arange(len(edges)), join_edge)
+        beside = {side: _beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
                    lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
-                   upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with)
+                   upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
+                   joins=joins, beside=beside)
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
-        number = self.lane_number[lane] + side
-        most = self.edge_lanes.shape[1]
-        inside = (number >= 0) & (number < most) & ~self.internal[lane]
-        return np.where(inside, self.edge_lanes[self.lane_edge[lane], np.clip(number, 0, most - 1)], -1)
+        return self.beside[side][lane]
 
 
 class Traffic:
     """Vehicles sorted by lane and position, for finding who is in front and behind.
 
     lane, route_at [N] int; pos (front bumper on the lane, m), speed, length [N] float. `route_at` points at the
-    vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route.
+    vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route. "Nobody" is vehicle
+    number N and "no lane" is lane -1: the arrays here have one more entry for them, so that no case is special.
     """
 
     def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead):
         self.road, self.lane, self.pos, self.speed, self.length = road, lane, pos, speed, length
-        self.route_at, self.routes, self.lookahead = route_at, routes, lookahead
-        self.order = np.lexsort((pos, lane))
-        self.key = lane[self.order] * 1e6 + pos[self.order]  # sorted; one lane is shorter than 1000 km
-        self.end = np.cumsum(np.bincount(lane, minlength=len(road.lane_length)))  # of each lane's vehicles in `order`
-        self.first = np.append(0, self.end[:-1])
-        self.everybody = np.arange(len(lane))
+        self.route_at, self.routes, self.lookahead, self.n = route_at, routes, lookahead, len(lane)
+        key = lane * 1e6 + pos  # one lane is shorter than 1000 km
+        order = key.argsort(kind="stable")
+        self.key, self.order, self.rank = key[order], np.append(order, self.n), np.empty(self.n, int)
+        self.everybody = np.arange(self.n)
+        self.rank[order] = self.everybody
+        self.end = np.append(np.cumsum(np.bincount(lane, minlength=len(road.lane_length))), 0)
+        self.first = np.append(0, self.end[:-1])  # lane's vehicles are order[first:end]
+        self.first[-1] = self.n
+        self.rear = np.append(pos - length, np.inf)
 
-    def ahead(self, lane, vehicle=None):
-        """Who vehicle[m] (all in turn by default) would follow on lane[m]: (index or -1, gap m, speed m/s), each [M].
+    def ahead(self, lane):
+        """Who each vehicle would follow if it were on `lane` [..., N]: (index or -1, gap m, speed m/s), each [..., N].
 
         Follows the vehicle's own route over lane ends and junctions. The end of a lane that does not lead on along
         the route is an obstacle that stands still (index -1, speed 0).
         """
-        vehicle, here = self.everybody if vehicle is None else vehicle, lane >= 0
         # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
-        place, pos = self._places(lane, vehicle, "left", "right"), self.pos[vehicle]
-        same = here & (place < self.end[lane])
-        who = np.where(same, self.order[np.minimum(place, len(self.order) - 1)], -1)
-        gap = np.where(same, self.pos[who] - self.length[who] - pos, self.lookahead)
-        speed = np.where(same, self.speed[who], FREE_SPEED)
-        self._search_downstream(lane, vehicle, np.flatnonzero(here & ~same), who, gap, speed)
-        far = (gap >= self.lookahead) | (who == vehicle)  # alone on a closed road one would follow oneself
+        place = np.where(lane == self.lane, self.rank + 1, self.key.searchsorted(lane * 1e6 + self.pos, "left"))
+        same = place < self.end[lane]
+        who = self.order[np.where(same, place, self.n)]
+        gap, speed = self.rear[who] - self.pos, np.append(self.speed, FREE_SPEED)[who]
+        self._search_downstream(lane.ravel(), np.flatnonzero(~same & (lane >= 0)), who.ravel(), gap.ravel(),
+                                speed.ravel())
+        who[who == self.n] = -1
+        far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
         return who, gap, speed
 
-    def _places(self, lane, vehicle, beside, own):
-        """Where vehicle[m] would stand in `order` if it were on lane[m]; on its own lane the search is another."""
-        key = lane * 1e6 + self.pos[vehicle]
-        place, mine = np.searchsorted(self.key, key, beside), np.flatnonzero(lane == self.lane[vehicle])
-        place[mine] = np.searchsorted(self.key, key[mine], own)
-        return place
-
-    def _search_downstream(self, lane, vehicle, rest, who, gap, speed):
+    def _search_downstream(self, lane, rest, who, gap, speed):
         """Fill who, gap and speed of the entries `rest`, which are the first on their lane, in place."""
-        road, current, at = self.road, lane[rest], self.route_at[vehicle[rest]]
-        travelled = road.lane_length[current] - self.pos[vehicle[rest]]
+        road, vehicle = self.road, rest % max(self.n, 1)
+        current, at = lane[rest], self.route_at[vehicle]
+        travelled = road.lane_length[current] - self.pos[vehicle]
         for _ in range(MAX_HOPS):
             near = np.flatnonzero(travelled < self.lookahead)
             if not len(near):
@@ -125,55 +126,57 @@ class Traffic:
             rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
             target = self.routes[at + 1]
             fits = (road.link_edge[current] == target[:, None]) & (target >= 0)[:, None]  # -1 also fills unused links
-            leads_on, ends_here = fits.any(1), target < 0
-            wall = ~leads_on & ~ends_here
+            leads_on = fits.any(1)
+            wall = ~leads_on & (target >= 0)
             gap[rest[wall]], speed[rest[wall]] = travelled[wall], 0.0
             following = road.link_lane[current, fits.argmax(1)]
             taken = leads_on & (self.first[following] < self.end[following])
-            found = self.order[np.minimum(self.first[following], len(self.order) - 1)][taken]
-            who[rest[taken]], speed[rest[taken]] = found, self.speed[found]
-            gap[rest[taken]] = travelled[taken] + self.pos[found] - self.length[found]
+            found, here = self.order[self.first[following[taken]]], rest[taken]
+            who[here], speed[here], gap[here] = found, self.speed[found], travelled[taken] + self.rear[found]
             go = leads_on & ~taken
             rest, current, travelled = rest[go], following[go], travelled[go] + road.lane_length[following[go]]
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
 
-    def behind(self, lane, vehicle=None):
-        """Who would follow vehicle[m] (all in turn by default) if it were on lane[m]: (gap m, speed m/s), each [M]."""
-        vehicle = self.everybody if vehicle is None else vehicle
-        place, rear = self._places(lane, vehicle, "right", "left") - 1, (self.pos - self.length)[vehicle]
-        same = (lane >= 0) & (place >= self.first[lane])
-        who = self.order[np.maximum(place, 0)]
-        gap = np.where(same, rear - self.pos[who], self.lookahead)
-        speed = np.where(same, self.speed[who], 0.0)
-        self._search_upstream(lane, vehicle, np.flatnonzero((lane >= 0) & ~same & (self.pos[vehicle] < self.lookahead)),
-                              gap, speed)
+    def behind(self, lane):
+        """Who would follow each vehicle if it were on `lane` [..., N]: (gap m, speed m/s), each [..., N]."""
+        place = np.where(lane == self.lane, self.rank, self.key.searchsorted(lane * 1e6 + self.pos, "right")) - 1
+        same = place >= self.first[lane]
+        who = self.order[np.where(same, place, self.n)]
+        gap = self.rear[:-1] - np.append(self.pos, -np.inf)[who]
+        speed = np.append(self.speed, 0.0)[who]
+        rest = np.flatnonzero(~same & (lane >= 0) & (self.pos < self.lookahead))
+        if len(rest):
+            self._search_upstream(lane.ravel(), rest, gap.ravel(), speed.ravel())
         far = gap >= self.lookahead
         gap[far], speed[far] = self.lookahead, 0.0
         return gap, speed
 
-    def _search_upstream(self, lane, vehicle, rest, gap, speed):
+    def _search_upstream(self, lane, rest, gap, speed):
         """Fill gap and speed of the entries `rest`, which are the last on their lane, in place."""
-        if not len(rest):
-            return
-        road, me = self.road, vehicle[rest]
+        road, me = self.road, rest % self.n
         lanes = road.upstream_lane[lane[rest]]
-        last = self.order[self.end[lanes] - 1]  # the foremost vehicle of each upstream lane, where there is one
-        way = (self.pos - self.length)[me][:, None] + road.upstream_m[lane[rest]] + road.lane_length[lanes]
-        taken = (lanes >= 0) & (self.end[lanes] > self.first[lanes]) & (last != me[:, None])
-        distance = np.where(taken, way - self.pos[last], np.inf)
-        nearest = distance.argmin(1)[:, None]
-        distance, last = (np.take_along_axis(x, nearest, 1)[:, 0] for x in (distance, last))
+        taken = self.end[lanes] > self.first[lanes]
+        last = self.order[np.where(taken, self.end[lanes] - 1, self.n)]  # the foremost on each upstream lane
+        way = self.rear[me][:, None] + road.upstream_m[lane[rest]] + road.lane_length[lanes]
+        distance = np.where(taken & (last != me[:, None]), way - np.append(self.pos, 0.0)[last], np.inf)
+        row, nearest = np.arange(len(rest)), distance.argmin(1)
+        distance, last = distance[row, nearest], last[row, nearest]
         found = distance < gap[rest]
         gap[rest[found]], speed[rest[found]] = distance[found], self.speed[last[found]]
 
     def merging(self):
         """(distance to the lane end where other edges join, m; vehicles on those edges), each [N]."""
         road, edge = self.road, self.road.lane_edge[self.lane]
-        count = np.bincount(edge, minlength=len(road.edge_lanes))
+        count = np.bincount(edge, minlength=len(road.joins))
         waiting = np.bincount(road.join_edge, count[road.join_with], len(count))
-        joins = np.bincount(road.join_edge, minlength=len(count)) > 0
-        distance = np.where(joins[edge], road.lane_length[self.lane] - self.pos, 500.0)
+        distance = np.where(road.joins[edge], road.lane_length[self.lane] - self.pos, 500.0)
         return np.minimum(distance, 500.0), waiting[edge]
+
+
+def _beside(edge_lanes, edge_of, number, internal):
+    """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
+    inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
+    return np.append(np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1), -1)
 
 
 def _distance_to_exit(length, link_lane, edge_of):

@@ -1,32 +1,30 @@
-"""Where each vehicle is going: asked once, and again when SUMO sends it another way."""
+"""Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id."""
 import numpy as np
-
-from env.sumo import tc
 
 
 class Routes:
-    """By slot: length m, metres (length of the whole route), start (place of its route in `flat`, one array of edge
-    numbers in which two -1 end each route)."""
+    """By slot: metres (length of the whole route) and start (place of the route in `flat`, one array of edge numbers
+    in which two -1 end each route)."""
 
     def __init__(self, road, slots):
-        self.road, self.places, self.flat = road, {}, np.array([-1, -1])
-        self.known = [None] * slots  # id of the route that the vehicle in the slot had when it was asked
-        self.start, self.length, self.metres = np.zeros(slots, int), np.zeros(slots), np.ones(slots)
+        self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
+        self.of_slot = [None] * slots  # route ids
+        self.start, self.metres = np.zeros(slots, int), np.ones(slots)
 
-    def learn(self, simulator, ids, routes, slots, fresh):
-        """Ask about vehicles that are new in their slot or have got another route (another route id)."""
-        for slot in slots[fresh]:
-            self.known[slot] = None
-        known = self.known
-        news = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes) if known[slot] != route]
-        answers = simulator.get([(v, name) for _, name, _ in news for v in (tc.VAR_EDGES, tc.VAR_LENGTH)])
-        for (slot, _, route), edges, length in zip(news, answers[::2], answers[1::2]):
-            known[slot] = route
-            self.start[slot], self.metres[slot] = self._place(tuple(edges or ()))
-            self.length[slot] = length or 5.0
+    def follow(self, simulator, ids, routes, slots):
+        """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones."""
+        of_slot = self.of_slot
+        changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
+                   if of_slot[slot] != route]
+        unknown = {route: name for _, name, route in changed if route not in self.known}
+        for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
+            self.known[route] = self._place(tuple(edges))
+        for slot, _, route in changed:
+            of_slot[slot] = route
+            self.start[slot], self.metres[slot] = self.known[route]
 
     def _place(self, edges):
-        """(place in `flat`, length m) of a sequence of edges."""
+        """(place in `flat`, length m) of a sequence of edges; several route ids may share one."""
         if edges not in self.places:
             numbers = [self.road.edge_index[edge.decode()] for edge in edges]
             metres = self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum() if numbers else 1.0

@@ -166,16 +166,16 @@ class Sumo:
         happened.update({name: int(float(value)) for name, value in zip(COUNTERS, values[len(happened):])})
         return ids, records, lanes, routes, happened
 
-    def get(self, requests):
-        """Values of [(variable, vehicle id bytes)] in one round trip; None where SUMO knows no such vehicle."""
-        if not requests:
+    def routes_of(self, names):
+        """Edges (bytes) of each vehicle's route in one round trip; [] where SUMO knows no such vehicle."""
+        if not names:
             return []  # SUMO would not answer an empty message
-        answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, v, i) for v, i in requests))
-        at, values = 0, []
-        for _ in requests:
-            at, value = wire.value(answer, at)
-            values.append(value)
-        return values
+        answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, tc.VAR_EDGES, name) for name in names))
+        at, routes = 0, []
+        for _ in names:
+            at, edges = wire.value(answer, at)
+            routes.append(edges or [])
+        return routes
 
     def time(self):
         """Simulated time, s."""
@@ -188,7 +188,7 @@ class Sumo:
 
 
 def open_simulator(arguments, env_cfg):
-    """The simulator of `env.backend` with the same methods: `step`, `read`, `get`, `load`, `alive`, `close`."""
+    """The simulator of `env.backend` with the same methods: `step`, `read`, `routes_of`, `load`, `alive`, `close`."""
     if env_cfg.backend == "libsumo":
         from env.inprocess import LibSumo  # an extra
         return LibSumo(arguments)

@@ -91,10 +91,12 @@ class TrafficEnv(gymnasium.Env):
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _arguments(self):
+    def arguments(self, seed):
+        """SUMO's command line, without the binary, for an episode of the built scenario."""
         e = self.env_cfg
+        self.scenario = self.scenario or build_scenario(self.cfg, self.folder)
         scale = [] if e.demand_scale == 1.0 else ["--scale", str(e.demand_scale)]
-        return ["-c", self.scenario, *scale, "--seed", str(self.seed), "--step-length", str(e.step_length),
+        return ["-c", self.scenario, *scale, "--seed", str(seed), "--step-length", str(e.step_length),
                 "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
                 "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
 
@@ -104,14 +106,13 @@ class TrafficEnv(gymnasium.Env):
             self.simulator.close()
             self.simulator = None
         if self.simulator is None:
-            self.scenario = self.scenario or build_scenario(self.cfg, self.folder)
-            self.simulator = sumo.open_simulator(self._arguments(), self.env_cfg)
+            self.simulator = sumo.open_simulator(self.arguments(self.seed), self.env_cfg)
             if self.road is None:
                 self.road = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50)
                 self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
                 self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
         else:
-            self.simulator.load(self._arguments())
+            self.simulator.load(self.arguments(self.seed))
         self.episodes += 1
 
     def _advance(self, commands, out=None):
@@ -172,7 +173,7 @@ class TrafficEnv(gymnasium.Env):
         if overflow:  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = _keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
                                                              slots, fresh)
-        self.routes.learn(self.simulator, ids, routes, slots, fresh)
+        self.routes.follow(self.simulator, ids, routes, slots)
         self.ids, self.lane = ids, lane
         self._build(records, slots, fresh, events, overflow, out)
         self.seconds[1:] = read - start, time.perf_counter() - read
@@ -200,15 +201,14 @@ class TrafficEnv(gymnasium.Env):
         """Fill `scene`, a SCENE array; returns the surround features."""
         road, lane, pos = self.road, self.lane, records["pos"].astype(float)
         self.scene = scene = np.zeros(len(lane), graph.SCENE)
-        for name in ("angle", "speed", "accel", "odometer"):
+        for name in ("angle", "speed", "accel", "odometer", "length"):
             scene[name] = records[name]
         scene["x"], scene["y"] = records["xy"].T
         scene["lane"], scene["icv"] = road.lane_number[lane], self.slots.icv[slots]
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
         scene["progress"] = scene["odometer"] / self.routes.metres[slots]
-        scene["length"] = length = self.routes.length[slots]
         return graph.surround_features(
-            Traffic(road, lane, pos, scene["speed"], length, self.routes.start[slots] + records["route_index"],
+            Traffic(road, lane, pos, scene["speed"], scene["length"], self.routes.start[slots] + records["route_index"],
                     self.routes.flat, self.cfg.graph.lookahead_m), scene)
 
     def _info(self, cost):

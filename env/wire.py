@@ -16,6 +16,7 @@ HEAD = 3              # bytes before each value: variable, status, type
 READINGS = ((tc.VAR_POSITION, "xy", (">f8", 2)), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
             (tc.VAR_ACCELERATION, "accel", ">f8"), (tc.VAR_LANEPOSITION, "pos", ">f8"),
             (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ALLOWED_SPEED, "allowed", ">f8"),
+            (tc.VAR_LENGTH, "length", ">f8"),
             (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
 STRINGS = (tc.VAR_LANE_ID, tc.VAR_ROUTE_ID)  # read after them; the only values of variable length
 TYPES = {tc.VAR_POSITION: tc.POSITION_2D, tc.VAR_ROUTE_INDEX: tc.TYPE_INTEGER, tc.VAR_LANE_ID: tc.TYPE_STRING}

@@ -123,7 +123,9 @@ class WorkerPool(Pool):
                 [sys.executable, "-m", "env.workers", str(theirs.fileno()), str(self.memory)], env=environment,
                 pass_fds=(theirs.fileno(), self.memory), preexec_fn=_prepare_child))
         self.pipes.append(multiprocessing.connection.Connection(ours.detach()))
-        self.pipes[-1].send((cfg, list(indices), self.num_envs, folder))
+        number, of = indices[0] // self.per_worker, self.num_envs // self.per_worker
+        processor = _processor(number, of) if cfg.rollout.pin_workers else None
+        self.pipes[-1].send((cfg, list(indices), self.num_envs, folder, processor))
 
     def _dispatch(self, orders):
         by_worker = {}
@@ -181,6 +183,18 @@ class WorkerPool(Pool):
             self.memory = None
 
 
+def _processor(worker, workers):
+    """The processor for one of this learner's workers; None when the workers of this machine are more than those.
+
+    A worker and its SUMO take turns: on one processor neither has to be woken on another, which saves a fifth of a
+    control step. They are spread evenly, because neighbouring numbers may be two threads of one core.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    worker += int(os.environ.get("LOCAL_RANK", 0)) * workers
+    workers *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return processors[worker * len(processors) // workers] if workers <= len(processors) else None
+
+
 def _prepare_child():
     """Runs in the new process before Python starts: die with the parent, leave Ctrl-C and TERM to the parent."""
     die_with_parent()
@@ -191,7 +205,9 @@ def _prepare_child():
 def worker_main(pipe_fd, memory_fd):
     """Serve orders until the pipe closes."""
     pipe = multiprocessing.connection.Connection(pipe_fd)
-    cfg, indices, envs, folder = pipe.recv()
+    cfg, indices, envs, folder, processor = pipe.recv()
+    if processor is not None:
+        os.sched_setaffinity(0, {processor})
     arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
     environments = Environments(cfg, indices, arrays, final, folder)
     try:

@@ -78,7 +78,8 @@ def test_bulk_readings_equal_the_stock_getters(start, corridor):
     stock, simulation = simulator.client.vehicle, simulator.client.simulation
     getters = {"xy": stock.getPosition, "angle": stock.getAngle, "speed": stock.getSpeed,
                "accel": stock.getAcceleration, "pos": stock.getLanePosition, "odometer": stock.getDistance,
-               "route_index": stock.getRouteIndex, "allowed": stock.getAllowedSpeed}
+               "route_index": stock.getRouteIndex, "allowed": stock.getAllowedSpeed,
+               "length": stock.getLength}
     assert set(getters) == {name for _, name, _ in wire.READINGS}
     names = [name.decode() for name in ids]
     assert len(names) > 50 and set(names) == set(stock.getIDList())
@@ -102,11 +103,10 @@ def test_reading_an_empty_road(start, road):
         simulator.step(until + 1.0)
 
 
-def test_get_answers_in_order_and_none_for_strangers(start, road):
+def test_routes_in_order_and_nothing_for_strangers(start, road):
     simulator = start(arguments(road(vehicle("a"))))
     simulator.step(1.0)
-    wanted = [(sumo.tc.VAR_EDGES, b"a"), (sumo.tc.VAR_LENGTH, b"nobody"), (sumo.tc.VAR_LENGTH, b"a")]
-    assert simulator.get(wanted) == [[b"long", b"short"], None, 5.0]
+    assert simulator.routes_of([b"a", b"nobody", b"a"]) == [[b"long", b"short"], [], [b"long", b"short"]]
     assert simulator.read(1.0)[0] == [b"a"]  # the refusal leaves the connection in step
 
 
@@ -118,7 +118,7 @@ def test_any_vehicle_name(start, road, name):
     before = speed_of(simulator, key, 1.0)
     simulator.step(2.0, [sumo.SetModes(key, 26, 1621), sumo.Accelerate(key, -3.0, 1.0)])
     assert speed_of(simulator, key, 2.0) == pytest.approx(before - 3.0)
-    assert simulator.get([(sumo.tc.VAR_EDGES, key)]) == [[b"long", b"short"]]
+    assert simulator.routes_of([key]) == [[b"long", b"short"]]
 
 
 def test_events_of_one_long_step_cover_all_simulation_steps(start, corridor):
