@@ -7,10 +7,12 @@ does in a step: five commands, simulation, reading, graph observation, written a
 commands repeat the present acceleration of five other ICVs in every step, so that the traffic stays that of the bare
 binary. Below it, three ways of reading the same values of all vehicles over TraCI, without graph or commands: this
 project's one-shot subscription with its own decoder, the stock client's persistent context subscription, and one getter
-per value. Every way runs on one processor, as pool workers do; start-up is not counted. The ways alternate; medians of
-the repetitions are compared. The last table says where a step of the environment goes.
+per value. This project's ways run as in pool workers: on one processor, without the garbage collector; the stock ways
+run as their users run them, on all processors, and once more on one. Start-up is not counted. The ways alternate;
+medians of the repetitions are compared. The last table says where a step of the environment goes.
 """
 import argparse
+import gc
 import os
 import subprocess
 import tempfile
@@ -28,6 +30,7 @@ from env.spaces import KEEP
 from env.sumo import Sumo
 from env.traffic_env import make_env
 from env.wire import READINGS, STRINGS
+from env.workers import settle
 
 VARIABLES = [variable for variable, _, _ in READINGS] + list(STRINGS)
 GETTERS = ("getPosition", "getAngle", "getSpeed", "getAcceleration", "getLanePosition", "getDistance",
@@ -121,6 +124,19 @@ class Bench:
         return seconds
 
 
+def settled(way):
+    """The way in a process like a pool worker's."""
+    def run():
+        processors = os.sched_getaffinity(0)
+        settle(min(processors))
+        try:
+            return way()
+        finally:
+            os.sched_setaffinity(0, processors)
+            gc.enable()
+    return run
+
+
 def graph_cost(bench, vehicles=200):
     """(vehicles, ms) of building the observation of a jammed corridor, the median of many times over."""
     env, idle = bench.make("traci"), (np.full(1, 10 ** 6), np.zeros(1), np.full(1, KEEP), np.zeros(1))
@@ -141,14 +157,15 @@ def main():
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     options = parser.parse_args()
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder, options.steps)
         count, cost = graph_cost(bench)
         medians, seconds = alternate({
-            "bare binary": bench.bare, "environment, TraCI": bench.environment, "environment, libsumo": bench.libsumo,
-            "one-shot, own decoder": bench.one_shot, "persistent context, stock": bench.persistent,
-            "getters, stock": bench.getters}, options.repeat)
+            "bare binary": bench.bare, "environment, TraCI": settled(bench.environment),
+            "environment, libsumo": settled(bench.libsumo), "one-shot, own decoder": settled(bench.one_shot),
+            "persistent context, stock": bench.persistent, "getters, stock": bench.getters,
+            "persistent, one processor": settled(bench.persistent), "getters, one processor": settled(bench.getters),
+            }, options.repeat)
     rates = {name: options.steps / value for name, value in medians.items()}
     parts = {backend: np.median(rows, 0).tolist() for backend, rows in bench.parts.items()}
     print(load_line(options.repeat))

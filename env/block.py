@@ -1,4 +1,6 @@
 """The block of shared memory between learner and workers, and the environments on the worker's side of it."""
+import gc
+
 import numpy as np
 
 from env.spaces import observation_space
@@ -48,6 +50,7 @@ class Environments:
     def _run_one(self, index, what, seed):
         env, a = self.envs[index], self.arrays
         if what == "reset":
+            gc.collect()  # workers do not collect in between
             self._write(a, index, env.reset(seed=seed)[0])
             return None
         views = {name: a[name][index] for name in self.final}
@@ -60,7 +63,7 @@ class Environments:
             return None
         self._write(self.final, index, views)
         if seed is not None:
-            self._write(a, index, env.reset(seed=seed)[0])
+            self._run_one(index, "reset", seed)
         return {**info["episode"], "seed": info["seed"]}
 
     @staticmethod

@@ -12,6 +12,7 @@ After `receive`, `pool.arrays[name][env]` holds the observation (and "seconds", 
 episode ended, `pool.final[name][env]` holds its last observation and `arrays` that of the next episode, if
 `next_seeds` gave one.
 """
+import gc
 import mmap
 import multiprocessing.connection
 import os
@@ -202,12 +203,20 @@ def _prepare_child():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def settle(processor=None):
+    """Make this process a simulator's companion: on one processor, and without Python's garbage collector looking for
+    cycles in every step (environments make none; each reset collects)."""
+    if processor is not None:
+        os.sched_setaffinity(0, {processor})
+    gc.freeze()
+    gc.disable()
+
+
 def worker_main(pipe_fd, memory_fd):
     """Serve orders until the pipe closes."""
     pipe = multiprocessing.connection.Connection(pipe_fd)
     cfg, indices, envs, folder, processor = pipe.recv()
-    if processor is not None:
-        os.sched_setaffinity(0, {processor})
+    settle(processor)
     arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
     environments = Environments(cfg, indices, arrays, final, folder)
     try:
