@@ -1,8 +1,11 @@
 """What the benchmarks share: repeating ways in turn, and saying on what machine."""
+import gc
 import json
 import os
 import statistics
 from pathlib import Path
+
+from env.workers import settle
 
 
 def alternate(ways, repeat):
@@ -12,6 +15,19 @@ def alternate(ways, repeat):
         for name, way in ways.items():
             seconds[name].append(way())
     return {name: statistics.median(values) for name, values in seconds.items()}, seconds
+
+
+def settled(way):
+    """The way in a process like a pool worker's."""
+    def run():
+        processors = os.sched_getaffinity(0)
+        settle(min(processors))
+        try:
+            return way()
+        finally:
+            os.sched_setaffinity(0, processors)
+            gc.enable()
+    return run
 
 
 def load_line(repeat):

@@ -8,14 +8,15 @@ steps each, and processes replaced every `env.recycle_episodes` episodes as in t
 when every process has been replaced or warmed up once.
 """
 import argparse
+import subprocess
 import tempfile
 import time
 
 import traci
 
-from benchmarks.report import alternate, finish, load_line
+from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
-from env.launch import find_binary, sumo_environment
+from env.launch import find_binary
 from env.spaces import KEEP
 from env.traffic_env import make_env
 from runtime.memory import tree_memory
@@ -32,12 +33,8 @@ def stock(arguments):
     """Seconds of the stock client's way to a new episode."""
     start = time.perf_counter()
     traci.close()
-    traci.start([find_binary("sumo"), *arguments], stdout=open_null())
+    traci.start([find_binary("sumo"), *arguments], stdout=subprocess.DEVNULL)
     return time.perf_counter() - start
-
-
-def open_null():
-    return open("/dev/null", "w")
 
 
 def memory(env, resets, every):
@@ -61,9 +58,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         env = make_env(Config(), folder)
         env.reset(seed=1)
-        traci.start([find_binary("sumo"), *env.arguments(1)], stdout=open_null())
-        medians, seconds = alternate({"reset, warm": lambda: warm(env), "close and start, stock": lambda: stock(
-            env.arguments(1))}, options.repeat)
+        traci.start([find_binary("sumo"), *env.arguments(1)], stdout=subprocess.DEVNULL)
+        medians, seconds = alternate({"reset, warm": settled(lambda: warm(env)),
+                                      "close and start, stock": lambda: stock(env.arguments(1))}, options.repeat)
         traci.close()
         sizes = memory(env, options.resets, 10)
         env.close()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator --json simulator.json
 
-Control steps (1 s) per second over the first 600 s of the default corridor. "Environment" is everything a rollout worker
+Control steps (1 s) per second over the first 600 s of the default corridor. "Environment" is all that a rollout worker
 does in a step: five commands, simulation, reading, graph observation, written as the pool's workers write it. The
 commands repeat the present acceleration of five other ICVs in every step, so that the traffic stays that of the bare
 binary. Below it, three ways of reading the same values of all vehicles over TraCI, without graph or commands: this
@@ -12,8 +12,6 @@ run as their users run them, on all processors, and once more on one. Start-up i
 medians of the repetitions are compared. The last table says where a step of the environment goes.
 """
 import argparse
-import gc
-import os
 import subprocess
 import tempfile
 import time
@@ -21,7 +19,7 @@ import time
 import numpy as np
 import traci.constants as tc
 
-from benchmarks.report import alternate, finish, load_line
+from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env import graph
 from env.block import SECONDS, block_layout
@@ -30,7 +28,6 @@ from env.spaces import KEEP
 from env.sumo import Sumo
 from env.traffic_env import make_env
 from env.wire import READINGS, STRINGS
-from env.workers import settle
 
 VARIABLES = [variable for variable, _, _ in READINGS] + list(STRINGS)
 GETTERS = ("getPosition", "getAngle", "getSpeed", "getAcceleration", "getLanePosition", "getDistance",
@@ -122,19 +119,6 @@ class Bench:
         seconds = time.perf_counter() - start
         simulator.close()
         return seconds
-
-
-def settled(way):
-    """The way in a process like a pool worker's."""
-    def run():
-        processors = os.sched_getaffinity(0)
-        settle(min(processors))
-        try:
-            return way()
-        finally:
-            os.sched_setaffinity(0, processors)
-            gc.enable()
-    return run
 
 
 def graph_cost(bench, vehicles=200):

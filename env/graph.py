@@ -106,12 +106,11 @@ def _nearest(x, y, count, radius):
 
 def _edge_features(scene, near, is_lead, out):
     """Write the EDGE features of the pairs (vehicle, near[vehicle, :]) into out [N, k, 4]."""
-    column = {name: scene[name].astype(np.float32)[:, None] for name in ("speed", "length", "lead_gap")}
+    place, heading = scene["x"] + 1j * scene["y"], np.radians(scene["angle"])  # clockwise from north
+    way = (place.take(near) - place[:, None]) * (np.sin(heading) - 1j * np.cos(heading))[:, None]
+    along, across = way.real, np.abs(way.imag)
+    column = {name: scene[name][:, None] for name in ("speed", "length", "lead_gap")}
     other = {name: column[name].take(near) for name in ("speed", "length")}
-    dx, dy = ((scene[name].take(near) - scene[name][:, None]).astype(np.float32) for name in ("x", "y"))
-    heading = np.radians(scene["angle"]).astype(np.float32)[:, None]
-    sin, cos = np.sin(heading), np.cos(heading)
-    along, across = dx * sin + dy * cos, np.abs(dx * cos - dy * sin)
     ahead = (along >= 0) | is_lead
     length = np.where(ahead, other["length"], column["length"])
     gap = np.where(is_lead, column["lead_gap"], np.maximum(np.abs(along) - length, 0))

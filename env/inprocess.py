@@ -73,7 +73,8 @@ class LibSumo:
             values = list(map(getattr(vehicle, getter), names))
             records[field] = values if values else 0
         lanes, routes = (_encode(map(getter, names)) for getter in (vehicle.getLaneID, vehicle.getRouteID))
-        events = {"departed": _encode(simulation.getDepartedIDList()), "arrived": _encode(simulation.getArrivedIDList()),
+        events = {"departed": _encode(simulation.getDepartedIDList()),
+                  "arrived": _encode(simulation.getArrivedIDList()),
                   "colliding": _encode(simulation.getCollidingVehiclesIDList())}
         events.update({name: int(float(simulation.getParameter("", name))) for name in COUNTERS})
         return _encode(names), records, lanes, routes, events

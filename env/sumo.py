@@ -142,7 +142,8 @@ class Sumo:
         SUMO carries the commands out before the step but answers the step only: a command for a vehicle that has
         gone is dropped silently, so check the vehicle first.
         """
-        answer = self.exchange(b"".join(c.pack() for c in commands) + wire.command(tc.CMD_SIMSTEP, struct.pack("!d", until)))
+        packed = b"".join(command.pack() for command in commands)
+        answer = self.exchange(packed + wire.command(tc.CMD_SIMSTEP, struct.pack("!d", until)))
         _, error = wire.status(answer, 0)
         if error:
             raise self._failure(f"SUMO failed at the step to {until} s: {error}")

@@ -1,4 +1,4 @@
-"""Both ways to SUMO: the bulk readings against the stock client's getters over whole episodes, libsumo against TraCI."""
+"""Both ways to SUMO: bulk readings against the stock client's getters over whole episodes, libsumo against TraCI."""
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +74,8 @@ def test_libsumo_holds_one_simulation_and_says_so(make):
 
 def test_libsumo_drops_commands_for_vehicles_that_have_gone(corridor):
     simulator = LibSumo(["-c", corridor, "--step-length", "0.1"])
-    simulator.step(5.0, [SetModes(b"nobody", 26, 1621), Accelerate(b"nobody", -3.0, 1.0), ChangeLane(b"nobody", 1, 1.0)])
+    simulator.step(5.0, [SetModes(b"nobody", 26, 1621), Accelerate(b"nobody", -3.0, 1.0),
+                         ChangeLane(b"nobody", 1, 1.0)])
     ids, records, *_ = simulator.read(5.0)
     assert simulator.time() == 5.0 and len(ids) == len(records) > 3
     assert simulator.routes_of([ids[0], b"nobody"])[1] == []
