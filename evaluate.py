@@ -51,7 +51,7 @@ class PolicyController:
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
         seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        _, commands = self.driver.decide(seen, deterministic=True)
+        _, commands = self.driver.decide(seen)
         return {name: value[0] for name, value in commands.items()}
 
 

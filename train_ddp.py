@@ -48,8 +48,9 @@ USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     """One optimiser step from several micro-batches: [(arguments of module.forward)], gradients summed.
 
-    All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. Returns
-    (logged values of the whole step, gradient norm, whether the step was skipped because of an overflow).
+    All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. The device
+    is waited for once, to see whether the gradients are finite. Returns (logged values of the whole step, gradient
+    norm, whether the step was skipped because of an overflow), the first two still on the device.
     """
     logs, last = [], len(micro_batches) - 1
     for i, arguments in enumerate(micro_batches):
@@ -68,8 +69,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     precision.scaler.step(optimizer)
     skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
     optimizer.zero_grad(set_to_none=True)
-    means = ("kl", "clip_share")  # everything else is a part of a sum
-    return {n: sum(log[n] for log in logs) / (len(logs) if n in means else 1) for n in logs[0]}, norm, skipped
+    return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped  # each is a part of a sum
 
 
 # ---- phase 1: world model on recorded traffic ------------------------------------------------------------------
@@ -219,8 +219,7 @@ def phase3(cfg, team, stop):
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
-    generator = torch.Generator(team.device).manual_seed(cfg.run.seed * 1000 + 3 * 100 + team.rank)
-    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, generator)
+    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler)
     c = progress.counters
     c["multiplier"] = p.multiplier_init
     progress.resume()
@@ -240,10 +239,10 @@ def phase3(cfg, team, stop):
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
                 collector.begin(c["epoch"])
-            batch, facts = collector.collect(p.fragment_length, generator)
+            batch, facts = collector.collect(p.fragment_length)
             start = time.perf_counter()
             limit = objectives.limit_at(c["epoch"], p.limit_start, p.limit_end, p.limit_epochs)
-            sequences, summary = make_sequences(cfg, team, batch, c["multiplier"])
+            sequences, summary = make_sequences(cfg, team, batch.dense(), c["multiplier"])
             log = learn_constrained(cfg, team, progress, module, sequences, precision)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + summary.pop("steps")
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,

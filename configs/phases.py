@@ -74,6 +74,7 @@ class PPOConfig:
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
+    spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)
     amp: AmpConfig = sub(AmpConfig, init_scale=32768.0, growth_interval=1000)
 
 

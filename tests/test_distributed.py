@@ -136,8 +136,15 @@ def actions(rand, *shape):
 def ppo_batch(step, controller):
     g = torch.Generator().manual_seed(100 + step)
     rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
-    return {"candidates": rand(16, 6, controller.features), "valid": torch.ones(16, 6, dtype=torch.bool),
-            "scene": rand(16, controller.scene_features), **actions(rand, 16)}
+    return {"candidates": rand(16, 6, controller.features), "scene": rand(16, controller.scene_features),
+            **actions(rand, 16)}
+
+
+def as_rows(batch):
+    """The candidates [B, C, F] one after another, as a minibatch has them: row 0 is nobody's."""
+    b, c, f = batch["candidates"].shape
+    rows = torch.cat([torch.zeros(1, f), batch["candidates"].flatten(0, 1)])
+    return {**batch, "candidates": rows, "place": 1 + torch.arange(b * c).view(b, c)}
 
 
 def sequence_batch(step, model):
@@ -161,7 +168,7 @@ def run_phase2(team):
     module = wrap(PPOLoss(model, cfg.phase2), team, cfg.ddp)
     optimizer, precision = sgd(model), Precision(cfg.phase2.amp, team.device, team.any)
     for step in range(STEPS):
-        mine = part(ppo_batch(step, model.controller), team.rank, team.world, 0, 1)
+        mine = as_rows(part(ppo_batch(step, model.controller), team.rank, team.world, 0, 1))
         train_ddp.optimiser_step(module, [(mine, len(mine["u"]))], optimizer, precision, 1e9)
     return weights(model)
 
