@@ -8,9 +8,8 @@ other group's actions.
     pool.send(group, next_seeds)            step the group's environments with pool.arrays["slot"] and its siblings
     ended = pool.receive(group)             [(environment, episode summary)] of the episodes that ended
 
-After `receive`, `pool.arrays[name][env]` holds the observation (and "seconds", where the worker's time went); where an
-episode ended, `pool.final[name][env]` holds its last observation and `arrays` that of the next episode, if
-`next_seeds` gave one.
+After `receive`, `pool.arrays[name][env]` holds the observation; where an episode ended, `pool.final[name][env]` holds
+its last observation and `arrays` that of the next episode, if `next_seeds` gave one.
 """
 import gc
 import mmap
@@ -24,7 +23,7 @@ import time
 import traceback
 from pathlib import Path
 
-from env.block import Environments, map_block
+from env.block import SECONDS, Environments, map_block
 from env.launch import die_with_parent
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -45,7 +44,7 @@ class Pool:
     """What both pools share. `groups` lists the environments of each group; `arrays` and `final` are the block."""
 
     def __init__(self, cfg, envs, groups, buffer):
-        self.num_envs, self.groups, self.buffer = envs, groups, buffer
+        self.num_envs, self.num_workers, self.groups, self.buffer = envs, 1, groups, buffer
         self.arrays, self.final = map_block(buffer, cfg, envs)
 
     def __enter__(self):
@@ -69,6 +68,10 @@ class Pool:
     def receive(self, group):
         """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""
         return self._collect(group)
+
+    def spent(self, group):
+        """{part of a worker's work: seconds in the group's last step}, mean over the pool's workers."""
+        return dict(zip(SECONDS, (self.arrays["seconds"][group].sum(0) / self.num_workers).tolist()))
 
 
 class SerialPool(Pool):
@@ -105,7 +108,7 @@ class WorkerPool(Pool):
         os.ftruncate(self.memory, size)
         groups = [list(range(g, envs, envs_per_worker)) for g in range(envs_per_worker)]
         super().__init__(cfg, envs, groups, mmap.mmap(self.memory, size))
-        self.per_worker, self.processes, self.pipes = envs_per_worker, [], []
+        self.num_workers, self.per_worker, self.processes, self.pipes = num_workers, envs_per_worker, [], []
         self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30
         try:
             for w in range(num_workers):
@@ -124,8 +127,7 @@ class WorkerPool(Pool):
                 [sys.executable, "-m", "env.workers", str(theirs.fileno()), str(self.memory)], env=environment,
                 pass_fds=(theirs.fileno(), self.memory), preexec_fn=_prepare_child))
         self.pipes.append(multiprocessing.connection.Connection(ours.detach()))
-        number, of = indices[0] // self.per_worker, self.num_envs // self.per_worker
-        processor = _processor(number, of) if cfg.rollout.pin_workers else None
+        processor = _processor(indices[0] // self.per_worker, self.num_workers) if cfg.rollout.pin_workers else None
         self.pipes[-1].send((cfg, list(indices), self.num_envs, folder, processor))
 
     def _dispatch(self, orders):

@@ -111,6 +111,8 @@ class Collector:
         start, arrays = time.perf_counter(), self.pool.arrays
         ended = dict(self.pool.receive(group))
         self.facts["time_wait"] += time.perf_counter() - start
+        for part, seconds in self.pool.spent(group).items():
+            self.facts[f"time_{part}"] = self.facts.get(f"time_{part}", 0.0) + seconds
         over = arrays["terminated"][group] | arrays["truncated"][group]
         self.rollout.put(t, group, {**{name: arrays[name][group] for name in ("reward", "cost", "terminated")},
                                     "ended": over})

@@ -132,7 +132,7 @@ def episode_facts(team, facts):
     result = {"episodes": int(f["episodes"]), "shield_clips": f["clips"] / max(f["commands"], 1),
               "shield_emergencies": f["emergencies"] / max(f["commands"], 1),
               "env_steps_per_s": f["steps"] * team.world / max(f["time_collect"], 1e-9),
-              **{key: f[key] / team.world for key in ("time_collect", "time_infer", "time_wait")}}
+              **{key: f[key] / team.world for key in f if key.startswith("time_")}}
     if f["episodes"]:
         result.update({"return": f["return"] / f["episodes"], "ocr": f["ocr"] / f["episodes"],
                        "collisions": int(f["collisions"]), "overflow_vehicles": int(f["overflow"])})

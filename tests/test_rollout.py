@@ -50,6 +50,9 @@ class CountingPool:
         self.final = {name: np.zeros(4, kind) for name, kind in fields.items()}
         self.late, self.where, self.pending, self.seeds, self.under_way = late, [None] * 4, {}, [], []
 
+    def spent(self, group):
+        return {"simulate": 0.25 * len(group), "idle": 0.0}
+
     def reset(self, seeds):
         for env, seed in enumerate(seeds):
             self.where[env] = (0, 0)

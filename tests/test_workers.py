@@ -362,3 +362,17 @@ def test_nothing_survives_a_killed_parent(scenarios, ends_soon):
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
     assert gone
+
+
+def test_pool_says_where_its_workers_time_went(pool_of):
+    pool = pool_of(2, 1)
+    rows = run(pool, 3)
+    assert len(rows) == 4
+    start = time.perf_counter()
+    command(pool, np.random.default_rng(0), range(2))
+    time.sleep(0.2)
+    pool.send(range(2))
+    pool.receive(range(2))
+    spent, wall = pool.spent([0, 1]), time.perf_counter() - start
+    assert set(spent) == {"simulate", "read", "graph", "idle"} and all(seconds > 0 for seconds in spent.values())
+    assert spent["idle"] > 0.19 and spent["simulate"] > spent["graph"] / 10 and sum(spent.values()) < wall + 0.05
