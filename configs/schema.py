@@ -87,7 +87,7 @@ class FigureEightConfig:
 
 @dataclass
 class MergeConfig:
-    main_flow: float = opt(2000.0, "mainline demand, veh/h", low=1)
+    main_flow: float = opt(1250.0, "mainline demand, veh/h (2000 in the literature)", low=1)
     ramp_flow: float = opt(100.0, "demand of the joining road, veh/h", low=1)
     main_length_m: float = opt(500.0, "mainline before the junction, behind 100 m of inflow, m", low=50)
     ramp_length_m: float = opt(100.0, "joining road before the junction, behind 100 m of inflow, m", low=50)
@@ -97,7 +97,7 @@ class MergeConfig:
 
 @dataclass
 class BottleneckConfig:
-    flow: float = opt(2500.0, "demand per lane of the exit, veh/h", low=1)
+    flow: float = opt(2000.0, "demand per lane of the exit, veh/h (2500 in the literature)", low=1)
     lanes: int = opt(1, "n, lanes of the exit: 4 n lanes at the entrance, 2 n in between", low=1, high=8)
     driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=2.6, sigma=0.0)
 

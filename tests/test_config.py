@@ -142,12 +142,12 @@ def test_seed_that_torch_cannot_hold_is_refused():
 
 @pytest.mark.parametrize("override", [
     "phase1.epochs=0", "phase1.epochs=-3", "env.icv_share=1.01", "env.icv_share=-0.01", "phase2.gamma=1.5",
-    "env.max_commands=65", "env.step_length=0", "run.seed=-1"])
+    "env.max_commands=1001", "env.step_length=0", "run.seed=-1"])
 def test_out_of_range_names_the_range(override):
     assert override.partition("=")[0] in mistake(override) and " from " in mistake(override)
 
 
-@pytest.mark.parametrize("override", ["env.icv_share=0", "env.icv_share=1", "env.max_commands=64", "phase1.epochs=1"])
+@pytest.mark.parametrize("override", ["env.icv_share=0", "env.icv_share=1", "env.max_commands=1000", "phase1.epochs=1"])
 def test_ends_of_a_range_are_inside(override):
     load_config("configs/smoke.yaml", [override, "phase1.stage1_epochs=0"])
 
