@@ -28,8 +28,12 @@ from evaluate import mean_ci, parse_seeds
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
 CLOSED = ("ring", "figure_eight")
 SCALES = "0.4,0.5,0.6,0.7,0.8,0.9,1,1.1,1.2"
-COLUMNS = {"demand": "demand veh/h", "outflow": "outflow veh/h", "arrived": "arrived", "ocr": "OCR",
+COLUMNS = {"demand": "", "outflow": "outflow veh/h", "arrived": "arrived", "ocr": "OCR",
            "mean_speed": "mean speed m/s", "present": "present at end", "waiting": "waiting outside"}
+
+
+def demand_title(scenario):
+    return "vehicles" if scenario in CLOSED else "demand veh/h"
 
 
 def scaled(cfg, scale):
@@ -57,21 +61,23 @@ def measure(cfg, seed, folder):
         metres = env.road.lane_length.sum()
     finally:
         env.close()
-    total, hours = info["episode"], (cfg.env.horizon_s + cfg.env.warmup_s) / 3600
-    steps = min(round(WINDOW_S / READ_EVERY_S), len(arrived) - 1)
-    outflow = (arrived[-1] - arrived[-1 - steps]) / (steps * READ_EVERY_S) * 3600
+    total = info["episode"]
     if cfg.env.scenario in CLOSED:
-        outflow = info["vehicles"] * total["mean_speed"] / metres * 3600
-    return {"demand": total["loaded"] / hours, "outflow": outflow, "arrived": total["arrived"], "ocr": total["ocr"],
-            "mean_speed": total["mean_speed"], "present": info["vehicles"],
-            "waiting": total["loaded"] - total["departed"], "collisions": total["collisions"],
-            "teleports": total["teleports"]}
+        demand, outflow = info["vehicles"], info["vehicles"] * total["mean_speed"] / metres * 3600
+    else:
+        steps = min(round(WINDOW_S / READ_EVERY_S), len(arrived) - 1)
+        demand = total["loaded"] / (cfg.env.horizon_s + cfg.env.warmup_s) * 3600
+        outflow = (arrived[-1] - arrived[-1 - steps]) / (steps * READ_EVERY_S) * 3600
+    return {"demand": demand, "outflow": outflow, "present": info["vehicles"],
+            "waiting": total["loaded"] - total["departed"],
+            **{name: total[name] for name in ("arrived", "ocr", "mean_speed", "collisions", "teleports")}}
 
 
 def sweep(cfg, scales, seeds, folder, say=print):
     """[{"scale", column: {"mean", "ci95"}, "collisions", "teleports", "episodes"}], one row per scale."""
     rows = []
-    say("".join([f"{'scale':>6s}", *(f"{title:>20s}" for title in COLUMNS.values()), f"{'collisions':>12s}",
+    titles = {**COLUMNS, "demand": demand_title(cfg.env.scenario)}
+    say("".join([f"{'scale':>6s}", *(f"{title:>20s}" for title in titles.values()), f"{'collisions':>12s}",
                  f"{'teleports':>12s}"]))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for scale in scales:
@@ -100,13 +106,12 @@ def draw(rows, scenario, path):
         return print("no picture: matplotlib is not installed (extra `viz`)")
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    x, title = ("scale", "vehicles, times the default") if scenario in CLOSED else ("demand", "demand, veh/h")
-    xs = [row[x] if x == "scale" else row[x]["mean"] for row in rows]
+    xs = [row["demand"]["mean"] for row in rows]
     figure, both = pyplot.subplots(1, 2, figsize=(10, 4))
     for axes, name in zip(both, ("outflow", "mean_speed")):
         axes.errorbar(xs, [row[name]["mean"] for row in rows], [row[name]["ci95"] or 0 for row in rows], capsize=3)
-        axes.set(xlabel=title, ylabel=COLUMNS[name], title=scenario)
-    if x == "demand":
+        axes.set(xlabel=demand_title(scenario), ylabel=COLUMNS[name], title=scenario)
+    if scenario not in CLOSED:
         both[0].plot(xs, xs, "k:", label="outflow = demand")
         both[0].legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")

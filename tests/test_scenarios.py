@@ -107,10 +107,10 @@ def test_corridor_and_ring_have_not_changed_by_a_byte(tmp_path, name, digest):
     ("merge", {"main": (1250, "main0", 10.0), "ramp": (100, "ramp0", 7.5)}),
     ("bottleneck", {"flow": (2000, "e0", 10.0)})])
 def test_demand_arrives_as_configured(make, name, flows):
-    env, lanes_used, speeds, seen = make(scenario=name, step_length=0.5), {}, {}, set()
+    env, lanes_used, speeds, seen = make(scenario=name, step_length=0.5, control_interval=0.5), {}, {}, set()
     env.reset(seed=1)
     stock = env.simulator.client.vehicle
-    for _ in range(180):
+    for _ in range(360):
         *_, info = env.command(*nobody(env))
         for name in set(stock.getIDList()) - seen:
             seen.add(name)
@@ -122,12 +122,13 @@ def test_demand_arrives_as_configured(make, name, flows):
     for flow, (_, edge, speed) in flows.items():
         assert {lane.rpartition("_")[0] for lane in lanes_used[flow]} == {edge}
         assert len(lanes_used[flow]) == (4 if flow == "flow" else 1)
-        assert np.median(speeds[flow]) == pytest.approx(speed, abs=2.6)  # up to one second after the departure
+        assert min(speeds[flow]) == speed and max(speeds[flow]) < speed + 2.6 * 0.5 + 0.01  # at most one step later
 
 
 def test_demand_lasts_until_the_end_and_scales(make):
-    for name, flow in (("merge", 1350), ("bottleneck", 2000)):
+    for name, flow in (("merge", 1350), ("bottleneck", 4000)):
         env = make(scenario=name, horizon_s=300.0, warmup_s=60.0, demand_scale=0.5, control_interval=10.0)
+        env.cfg.bottleneck.lanes = 2
         info = episode(env, 1, 30)[-1][2]
         assert info["loaded"] == pytest.approx(0.5 * flow * 360 / 3600, abs=2.01)
 
