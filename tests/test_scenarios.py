@@ -56,9 +56,11 @@ def test_figure_eight_is_two_arcs_and_a_crossing(tmp_path, radius):
     assert places(net, "centre") == {"centre": (0, 0), "north": (0, radius), "east": (radius, 0), "west": (-radius, 0),
                                      "south": (0, -radius)}
     offset = np.array([float(x) for x in net.find("location").get("netOffset").split(",")])
-    for name, middle in (("upper", radius), ("lower", -radius)):
+    for name, middle, first, last in (("upper", radius, (0, radius), (radius, 0)),
+                                      ("lower", -radius, (-radius, 0), (0, -radius))):
         shape = net.find(f"edge[@id='{name}']/lane").get("shape").split()
         points = np.array([[float(x) for x in point.split(",")] for point in shape]) - offset
+        assert points[[0, -1]] == pytest.approx(np.array([first, last]), abs=0.2)
         assert np.hypot(*(points - middle).T) == pytest.approx(radius, abs=0.1) and len(points) > 40
         assert np.hypot(*np.diff(points, axis=0).T).sum() == pytest.approx(1.5 * math.pi * radius, rel=0.01)
     ways = right_of_way(net)
