@@ -40,6 +40,7 @@ def scaled(cfg, scale):
     """The configuration with `scale` times the demand (on closed roads: vehicles), read every 10 s."""
     cfg = copy.deepcopy(cfg)
     cfg.env.control_interval, cfg.env.terminate_on_collision = READ_EVERY_S, False
+    cfg.env.call_timeout_s *= READ_EVERY_S  # every answer stands for ten of the usual ones
     if cfg.env.scenario in CLOSED:
         scene = getattr(cfg, cfg.env.scenario)
         scene.vehicles = round(scene.vehicles * scale)
