@@ -40,26 +40,26 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
     in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
     Lane moves go first, the nearest merge first; then the strongest braking.
     """
-    near, v = observation["surround"], observation["nodes"][:, SPEED].astype(float)
-    icv = observation["icv"] > 0
+    near, icv = observation["surround"], observation["icv"] > 0
+    v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
     moves = icv & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
-        near[:, MERGE_DISTANCE] < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
+        distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
     mean = mean_speed_ahead(observation, ahead)
     slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
     wanted = np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan)
     chosen = np.flatnonzero(moves | slows)
-    urgency = np.where(moves, near[:, MERGE_DISTANCE] - 1e6, wanted)[chosen]
+    urgency = np.where(moves, distance - 1e6, wanted)[chosen]
     chosen = chosen[np.argsort(urgency, kind="stable")][:k]
     return _commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
 
 
 def mean_speed_ahead(observation, ahead):
     """[n] mean speed of the vehicles at most `ahead` (share of the network's length) nearer to the exit, m/s; NaN
-    where there is nobody."""
+    where there is nobody. Observations may be float16: sums need more."""
     here = observation["mask"] > 0
     place = np.where(here, observation["nodes"][:, POSITION], -np.inf).astype(float)
     order = np.argsort(place, kind="stable")
-    speeds = np.concatenate([[0.0], np.where(here, observation["nodes"][:, SPEED], 0.0)[order].cumsum()])
+    speeds = np.concatenate([[0.0], observation["nodes"][order, SPEED].astype(float).cumsum()])
     first, last = (np.searchsorted(place[order], place + reach, "right") for reach in (0.0, ahead))
     with np.errstate(invalid="ignore"):
         return (speeds[last] - speeds[first]) / (last - first)
