@@ -1,14 +1,15 @@
 """Every setting of the project: type, default, range and meaning.
 
-The YAML files hold values; this file and configs/phases.py hold meaning. `opt` attaches the description and the
-limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine (see default.yaml).
+The YAML files hold values; this file, configs/traffic.py and configs/phases.py hold meaning. `opt` attaches the
+description and the limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine
+(see default.yaml).
 """
 from dataclasses import dataclass
 
 from configs.options import opt, sub
 from configs.phases import DDPConfig, Phase1Config, Phase3Config, PPOConfig
-
-BASELINES = ("none", "random", "lane_advice", "follower_stopper")  # env/baselines.py
+from configs.traffic import (BASELINES, BaselinesConfig, BottleneckConfig, CorridorConfig, DriverConfig,
+                             FigureEightConfig, MergeConfig, RingConfig)
 
 
 @dataclass
@@ -22,7 +23,7 @@ class RunConfig:
 
 @dataclass
 class EnvConfig:
-    scenario: str = opt("corridor", "built-in name (corridor, ring) or path of a .sumocfg")
+    scenario: str = opt("corridor", "corridor, ring, figure_eight, merge, bottleneck, or path of a .sumocfg")
     backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
                        choices=("traci", "libsumo"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
@@ -32,7 +33,7 @@ class EnvConfig:
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
-    max_commands: int = opt(5, "K: ICVs commanded per control step at most", low=1, high=64)
+    max_commands: int = opt(5, "K: ICVs commanded per control step at most; max_vehicles = all", low=1, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: safe-speed check and comfort limit of braking off, "
                               "right of way and red lights on", low=0, high=127)
     lane_change_mode: int = opt(1621, "SUMO lane-change mode of commanded ICVs (1621 = SUMO's default)", low=0)
@@ -42,30 +43,6 @@ class EnvConfig:
     recycle_episodes: int = opt(200, "start a fresh SUMO process after so many episodes", low=1)
     call_timeout_s: float = opt(30.0, "a SUMO that answers later counts as frozen, s", low=0.1)
     start_timeout_s: float = opt(60.0, "time a SUMO gets to load its network, s", low=1)
-
-
-@dataclass
-class CorridorConfig:
-    main_flow: float = opt(2800.0, "mainline demand, veh/h", low=1)
-    ramp_flow: float = opt(800.0, "demand of each on-ramp, veh/h", low=1)
-    lanes: int = opt(2, "mainline lanes", low=1, high=6)
-    ramps: int = opt(2, "on-ramps, each with a 150 m acceleration lane", low=1, high=8)
-
-
-@dataclass
-class RingConfig:
-    length_m: float = opt(230.0, "circumference, m", low=60)
-    vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
-
-
-@dataclass
-class DriverConfig:
-    model: str = opt("Krauss", "SUMO car-following model of every built-in scenario")
-    accel: float = opt(0.8, "m/s^2", low=0.1)
-    decel: float = opt(4.5, "comfortable braking, m/s^2", low=0.1)
-    sigma: float = opt(0.5, "driver imperfection", low=0, high=1)
-    tau: float = opt(1.0, "desired time headway, s", low=0.1)
-    max_speed: float = opt(30.0, "m/s", low=1)
 
 
 @dataclass
@@ -155,21 +132,25 @@ class CoordinatorConfig:
 
 @dataclass
 class Config:
-    run: RunConfig = sub(RunConfig)
-    env: EnvConfig = sub(EnvConfig)
-    corridor: CorridorConfig = sub(CorridorConfig)
-    ring: RingConfig = sub(RingConfig)
-    driver: DriverConfig = sub(DriverConfig)
-    graph: GraphConfig = sub(GraphConfig)
-    reward: RewardConfig = sub(RewardConfig)
-    model: ModelConfig = sub(ModelConfig)
-    shield: ShieldConfig = sub(ShieldConfig)
-    data: DataConfig = sub(DataConfig)
-    ddp: DDPConfig = sub(DDPConfig)
-    rollout: RolloutConfig = sub(RolloutConfig)
-    phase1: Phase1Config = sub(Phase1Config)
-    phase2: PPOConfig = sub(PPOConfig)
-    phase3: Phase3Config = sub(Phase3Config)
-    checkpoint: CheckpointConfig = sub(CheckpointConfig)
-    evaluate: EvaluateConfig = sub(EvaluateConfig)
-    coordinator: CoordinatorConfig = sub(CoordinatorConfig)
+    run: RunConfig = sub(RunConfig, "Names, seeds, devices")
+    env: EnvConfig = sub(EnvConfig, "Environment and SUMO")
+    corridor: CorridorConfig = sub(CorridorConfig, "Built-in scenario `corridor`")
+    ring: RingConfig = sub(RingConfig, "Built-in scenario `ring`")
+    figure_eight: FigureEightConfig = sub(FigureEightConfig, "Built-in scenario `figure_eight`")
+    merge: MergeConfig = sub(MergeConfig, "Built-in scenario `merge`")
+    bottleneck: BottleneckConfig = sub(BottleneckConfig, "Built-in scenario `bottleneck`")
+    driver: DriverConfig = sub(DriverConfig, "Human drivers of corridor and ring")
+    baselines: BaselinesConfig = sub(BaselinesConfig, "Controllers to compare with (env/baselines.py)")
+    graph: GraphConfig = sub(GraphConfig, "Graph of the traffic")
+    reward: RewardConfig = sub(RewardConfig, "Reward of one control step (env/score.py)")
+    model: ModelConfig = sub(ModelConfig, "Model sizes")
+    shield: ShieldConfig = sub(ShieldConfig, "Safety shield")
+    data: DataConfig = sub(DataConfig, "Data collection and preprocessing")
+    ddp: DDPConfig = sub(DDPConfig, "DistributedDataParallel")
+    rollout: RolloutConfig = sub(RolloutConfig, "Rollout processes of phases 2 and 3")
+    phase1: Phase1Config = sub(Phase1Config, "Phase 1: world model (train_ddp.py --phase 1)")
+    phase2: PPOConfig = sub(PPOConfig, "Phase 2: PPO (train_rl.py)")
+    phase3: Phase3Config = sub(Phase3Config, "Phase 3: constrained optimisation (train_ddp.py --phase 3)")
+    checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
+    evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
+    coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")

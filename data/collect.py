@@ -21,7 +21,7 @@ import numpy as np
 
 from configs import ConfigError
 from data.layout import DataError, check_settings, data_settings, file_hash, read_json, write_atomically
-from env.baselines import BASELINES
+from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
 from env.scenarios import build_scenario
 from env.traffic_env import make_env
@@ -82,7 +82,7 @@ def collect_episode(cfg, job, folder):
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31
     env, rng = make_env(cfg, os.path.join(folder, "scenario")), np.random.default_rng([seed, episode])
     try:
-        samples = list(_samples(env, cfg, BASELINES[controller], seed, episode, count, rng))
+        samples = list(_samples(env, cfg, make_baseline(controller, cfg), seed, episode, count, rng))
     finally:
         env.close()
     size = cfg.data.samples_per_chunk

@@ -67,7 +67,7 @@ def data_settings(cfg):
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k != "recycle_episodes"}
     scenario = asdict(getattr(cfg, cfg.env.scenario)) if hasattr(cfg, cfg.env.scenario) else {}
     return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": scenario, "driver": asdict(cfg.driver),
-            "graph": asdict(cfg.graph), "data": data}
+            "baselines": asdict(cfg.baselines), "graph": asdict(cfg.graph), "data": data}
 
 
 def check_settings(path, settings, remedy):

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "env", "data", "models", "runtime", "benchmarks")
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 # The arrows: what a package may import besides the standard library and itself.
-MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"}, "data": {"env", "configs", "numpy", "torch"},
-              "models": {"torch"}, "runtime": {"configs", "torch", "numpy"}}
+MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"},
+              "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"}, "runtime": {"configs", "torch", "numpy"}}
 TORCH_FREE = ("env", "data.collect", "data.preprocess", "data.layout", "configs")
 
 
@@ -56,8 +56,8 @@ def test_package_imports_only_what_the_arrows_allow(package):
 
 
 def test_only_one_file_talks_to_sumo():
-    """env/wire.py packs and unpacks messages with TraCI's constants, two benchmarks use the stock client; the connection
-    is env/sumo.py's alone, and libsumo env/inprocess.py's."""
+    """env/wire.py packs and unpacks messages with TraCI's constants, two benchmarks use the stock client; the
+    connection is env/sumo.py's alone, and libsumo env/inprocess.py's."""
     everything = [*ROOT.glob("*.py"), *(path for package in PACKAGES for path in files(package))]
     users = {p: {n for n in imports(p) if n.split(".")[0] in ("traci", "libsumo")} for p in everything}
     assert {p for p, names in users.items() if names} <= {
