@@ -19,7 +19,8 @@ PACKAGES = ("configs", "env", "data", "models", "runtime", "benchmarks")
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 # The arrows: what a package may import besides the standard library and itself.
 MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"},
-              "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"}, "runtime": {"configs", "torch", "numpy"}}
+              "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"},
+              "runtime": {"configs", "torch", "numpy"}}
 TORCH_FREE = ("env", "data.collect", "data.preprocess", "data.layout", "configs")
 
 
