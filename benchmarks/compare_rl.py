@@ -16,7 +16,8 @@ Not equal: what is computed. `ours` evaluates graph network, memory, candidates 
 controller on what it stored of them. `sb3` and `rllib` have one MLP each for policy and value on the flattened vehicles
 (benchmarks/flat_env.py), of as many parameters as ours altogether but far fewer operations. `sb3_gnn` and `rllib_gnn`
 have our frozen graph network before the MLPs, again with as many parameters; no memory, candidates or shield. The
-libraries do not know that it is frozen and compute it anew in every epoch.
+libraries do not know that it is frozen and compute it anew in every epoch. `env` is our pool of environments alone,
+commanded at random: what the simulation leaves at most to any learner.
 
 `cpu ms` is CPU time of all processes per environment step: less exact, but hardly touched by other load. The times
 of RLlib are its own running means. PSS counts every process below the contestant, SUMO and Ray's daemons included.
@@ -24,6 +25,7 @@ of RLlib are its own running means. PSS counts every process below the contestan
 import importlib.metadata
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,7 @@ from configs.command_line import parse
 from models.policy import TrafficModel
 
 PACKAGES = {"sb3": "stable_baselines3", "sb3_gnn": "stable_baselines3", "rllib": "ray", "rllib_gnn": "ray"}
-SIDES = ("ours", *PACKAGES)
+SIDES = ("ours", *PACKAGES, "env")
 TARGETS = {"sb3": {"speed": 2.0}, "rllib": {"speed": 3.0, "memory": 3.0}, "memory_mb": 2000.0}
 SETTINGS = [
     "run.device=cpu", "run.threads=1", "env.horizon_s=384", "env.max_vehicles=200", "env.terminate_on_collision=false",
@@ -101,11 +103,12 @@ def missing(python, side):
 def run(side, options, changes, folder, sizes):
     """One run of one side in an empty folder: everything measured about it."""
     config = str(Path(options.config_file).resolve())
-    if side in PACKAGES:
-        command = [options.python, "-m", "benchmarks.rivals", side, folder, str(sizes["parameters"]), config, *changes]
-    else:
+    if side == "ours":
         place = [f"run.folder={Path(folder).parent}", f"run.name={Path(folder).name}"]
         command = [sys.executable, "train_rl.py", "--config", config, *changes, *place]
+    else:
+        python = options.python if side in PACKAGES else sys.executable
+        command = [python, "-m", "benchmarks.rivals", side, folder, str(sizes["parameters"]), config, *changes]
     load = os.getloadavg()[0]
     facts = contest(command, folder)
     built = Path(folder) / "facts.json"
@@ -161,7 +164,7 @@ def table(runs):
         text.append(f"{speed[0]:9.2f}" + f"{speed[1]:.2f}-{speed[2]:.2f}".rjust(12))
         text += [f"{value:10.1f}" for value in (middle(rows, "cpu_ms"), middle(rows, "start_s"), *times.values())]
         text += [f"{middle(rows, 'peak_mb'):10.0f}{memory:10.2f}{rows[0]['parameters']:10d}{rows[0]['trained']:10d}"]
-        text += [f"{middle(rows, 'ocr'):10.2f}" if rows[0]["ocr"] is not None else "-".rjust(10)]
+        text += ["-".rjust(10) if rows[0]["ocr"] is None else f"{middle(rows, 'ocr'):10.2f}"]
         text += [f"{max(row['left'] for row in rows):10d}"]
         print("".join(text))
 
@@ -211,6 +214,8 @@ def main():
     sizes = {"parameters": counts["total"], "trained": counts["controller"],
              "version": f"torch {importlib.metadata.version('torch')}", "threads": cfg.run.threads}
     adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGTERM):  # also when started in the background: nobody is left running
+        signal.signal(number, signal.default_int_handler)
     skipped = {side: why for side in SIDES if side in options.only and (why := missing(options.python, side))}
     for side, why in skipped.items():
         print(f"{side}: skipped, {why}")
@@ -237,3 +242,5 @@ if __name__ == "__main__":
     except (ConfigError, ContestantError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,17 +4,19 @@ Orphans (daemons that outlive the process that started them) are adopted by this
 escapes: the tree is everything below this process.
 """
 import ctypes
+import functools
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+from env.launch import die_with_parent
 from runtime.memory import component, process_tree, pss_mb
 from runtime.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-EVERY_S, GRACE_S, LIMIT_S = 0.5, 10.0, 3600.0  # between two samples; for a clean end; for a whole run
+EVERY_S, GRACE_S, LIMIT_S = 0.5, 10.0, 7200.0  # between two samples; for a clean end; for a whole run
 PR_SET_CHILD_SUBREAPER = 36
 TICKS, PAGE_MB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGESIZE") / 2 ** 20
 
@@ -60,7 +62,8 @@ def contest(command, folder):
     log, own = Path(folder) / "log.txt", time.process_time()
     with open(log, "w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
+                                   stderr=subprocess.STDOUT, start_new_session=True,
+                                   preexec_fn=functools.partial(die_with_parent, os.getpid()))
         try:
             while _wait(process, EVERY_S) is None and time.time() < facts["begin"] + LIMIT_S:
                 _sample(facts)

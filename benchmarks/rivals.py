@@ -2,8 +2,9 @@
 
     python -m benchmarks.rivals SIDE FOLDER PARAMETERS CONFIG.yaml [section.key=value ...]
 
-SIDE is sb3, rllib, sb3_gnn or rllib_gnn. benchmarks/compare_rl.py runs this with the interpreter of an environment that
-has the extra `compare`. It leaves FOLDER/metrics.jsonl in the form of our own training, and FOLDER/facts.json.
+SIDE is sb3, rllib, sb3_gnn or rllib_gnn, run by benchmarks/compare_rl.py with the interpreter of an environment that
+has the extra `compare`; or env, which needs no extra: nobody learns. FOLDER/metrics.jsonl is left in the form of our
+own training, and FOLDER/facts.json.
 """
 import functools
 import json
@@ -14,10 +15,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 
 from benchmarks.flat_env import GRAPH, VEHICLES, FlatTraffic
 from configs import load_config
 from env.traffic_env import check_scenario
+from env.workers import make_pool
 from runtime.metrics import Metrics
 
 RAY_OBJECT_STORE = 200 * 2 ** 20  # bytes; the least that its documentation suggests
@@ -31,12 +34,33 @@ def hidden_width(inputs, outputs, parameters):
     return min(range(1, 1025), key=lambda h: abs(count(h) - parameters))
 
 
-def note(folder, module, package, threads):
+def note(folder, parameters, package, threads):
     """What was built."""
-    sizes = [(p.numel(), p.requires_grad) for p in module.parameters()]
+    sizes = [(p.numel(), p.requires_grad) for p in parameters]
     facts = {"parameters": sum(n for n, _ in sizes), "trained": sum(n for n, trained in sizes if trained),
              "version": f"{package} {version(package)}", "threads": threads}
     (Path(folder) / "facts.json").write_text(json.dumps(facts))
+
+
+def environment(cfg, folder):
+    """Our pool of environments commanded at random, without any policy: a speed that no learner can exceed."""
+    p, k, rng, metrics = cfg.phase2, cfg.env.max_commands, np.random.default_rng(cfg.run.seed), Metrics(folder, 2)
+    note(folder, [], "numpy", 1)
+    with make_pool(cfg, cfg.rollout.num_workers, 1, str(Path(folder) / "scenario")) as pool:
+        envs, arrays = pool.groups[0], pool.arrays
+        pool.reset(envs)
+        for epoch in range(1, p.iterations + 1):
+            start = time.perf_counter()
+            for _ in range(p.train_batch_size // len(envs)):
+                for env in envs:
+                    icvs = rng.permutation(np.flatnonzero(arrays["icv"][env]))[:k]
+                    arrays["slot"][env] = cfg.env.max_vehicles
+                    arrays["slot"][env][:len(icvs)] = icvs
+                    arrays["accel"][env], arrays["lane"][env] = rng.uniform(-3, 2, k), rng.integers(0, 3, k)
+                pool.send(envs, envs)
+                pool.receive(envs)
+            metrics.record(epoch, p.iterations, env_steps=epoch * p.train_batch_size, time_learn=0.0,
+                           time_collect=time.perf_counter() - start)
 
 
 def hidden(cfg, make_env, graph, parameters):
@@ -92,7 +116,7 @@ def sb3(cfg, folder, make_env, graph, layers):
                 batch_size=p.minibatch_size, n_epochs=p.epochs, gamma=p.gamma, gae_lambda=p.gae_lambda,
                 clip_range=p.clip, ent_coef=p.entropy_weight, vf_coef=p.value_weight, max_grad_norm=p.clip_norm,
                 policy_kwargs=network, seed=cfg.run.seed, device="cpu")
-    note(folder, model.policy, "stable-baselines3", torch.get_num_threads())
+    note(folder, model.policy.parameters(), "stable-baselines3", torch.get_num_threads())
     model.learn(p.iterations * p.train_batch_size, callback=Recorder())
     envs.close()
 
@@ -150,7 +174,8 @@ def rllib(cfg, folder, make_env, graph, layers):
                          model_config=model)
               .debugging(seed=cfg.run.seed))
     algorithm = config.build_algo()
-    note(folder, algorithm.learner_group._learner.module["default_policy"], "ray", torch.get_num_threads())
+    module = algorithm.learner_group._learner.module["default_policy"]
+    note(folder, module.parameters(), "ray", torch.get_num_threads())
     for epoch in range(1, p.iterations + 1):
         result = algorithm.train()
         metrics.record(epoch, p.iterations, env_steps=int(result["num_env_steps_sampled_lifetime"]),
@@ -162,9 +187,11 @@ def rllib(cfg, folder, make_env, graph, layers):
 
 def main():
     side, folder, parameters, config, *overrides = sys.argv[1:]
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")  # its workers step back by 15 otherwise
     cfg, graph, arrays = load_config(config, overrides), None, VEHICLES
     check_scenario(cfg, Path(folder) / "scenario")
+    if side == "env":
+        return environment(cfg, folder)
     if side.endswith("_gnn"):
         from benchmarks.rival_networks import GraphFeatures
         graph, arrays = GraphFeatures(cfg), GRAPH

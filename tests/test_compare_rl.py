@@ -1,5 +1,7 @@
 """The comparison with other libraries: its command line, its watching of processes, and what the rivals get to see."""
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from benchmarks.rival_networks import GraphFeatures
 from benchmarks.rivals import hidden_width
 from configs import ConfigError, load_config
 from env.spaces import KEEP
+from runtime.memory import component, process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("env.horizon_s=20", "phase2.train_batch_size=40", "phase2.fragment_length=20", "phase2.minibatch_size=10",
@@ -57,17 +60,33 @@ def test_our_side_runs_and_the_others_are_skipped_with_the_command_to_install_th
     without_extras = tmp_path / "python"
     without_extras.write_text("#!/bin/sh\nexit 1\n")
     without_extras.chmod(0o755)
-    done = compare("--python", without_extras, "--only", "ours,sb3,rllib", "--repeat", 1, "--json",
+    done = compare("--python", without_extras, "--only", "ours,sb3,rllib,env", "--repeat", 1, "--json",
                    tmp_path / "result.json", *TINY)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert set(result["skipped"]) == {"sb3", "rllib"} and result["failed"] == {}
     assert all('pip install -e ".[compare]"' in why and why in done.stdout for why in result["skipped"].values())
-    (ours,) = result["runs"]["ours"]
+    (ours,), (env,) = result["runs"]["ours"], result["runs"]["env"]
+    assert set(env["at_peak"]) == {"benchmarks.rivals", "rollout worker", "sumo"} and env["steps_per_s"] > 0
     assert ours["steps_per_s"] > 0 and ours["cpu_ms"] > 0 and ours["left"] == 0
     assert set(ours["at_peak"]) == {"train_rl", "rollout worker", "sumo"}
     assert ours["peak_mb"] == pytest.approx(sum(ours["at_peak"].values())) and ours["peak_mb"] > 100
     assert sum(result["profile"].values()) == pytest.approx(ours["times"]["iteration"])
+
+
+def test_a_stopped_comparison_leaves_nobody_running(tmp_path):
+    """A background job ignores SIGINT and died of SIGTERM without a word to its contestants."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.compare_rl", "--only", "ours", "--json", os.devnull, *TINY], cwd=ROOT,
+        stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    with process:
+        while "sumo" not in map(component, tree := process_tree(process.pid)):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()] and list(tmp_path.iterdir()) == []
 
 
 # ---- watching a contestant ---------------------------------------------------------------------------------------
