@@ -86,7 +86,7 @@ def collect(cfg, report=print):
 def run_episodes(cfg, jobs, folder, report):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cfg.data.processes, context, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
         futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
         try:
             for done, future in enumerate(as_completed(futures), 1):
@@ -207,9 +207,9 @@ def _write_metadata(cfg, folder, plan):
          "settings": raw_settings(cfg), "chunks": chunks}, indent=1))
 
 
-def _start_worker():
+def _start_worker(parent):
     import signal
-    die_with_parent()
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -148,8 +148,13 @@ def chunk_offset(path, chunk, dtype):
         array = np.lib.format.open_memmap(path, "r")
     except (ValueError, KeyError, IndexError, TypeError, EOFError, SyntaxError) as error:
         raise DataError(f"{path}: not a chunk of this data set: {error}") from None
-    if array.dtype != dtype or array.shape != (chunk["rows"],) or not chunk["rows"]:
-        raise DataError(f"{path}: holds {array.shape} {array.dtype}, expected {chunk['rows']} records {dtype}")
+    if array.dtype != dtype:
+        found = array.dtype.fields or {}
+        wrong = [f"{name} is {found[name][0] if name in found else 'missing'}, expected {dtype[name]}"
+                 for name in dtype.names if name not in found or found[name][0] != dtype[name]]
+        raise DataError(f"{path}: records of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}")
+    if array.shape != (chunk["rows"],) or not chunk["rows"]:
+        raise DataError(f"{path}: holds {array.shape} records, expected {chunk['rows']}, at least 1")
     return array.offset
 
 

@@ -32,6 +32,7 @@ def preprocess(cfg, report=print):
             report(f"preprocess: {out} is complete")
         else:
             build(cfg, meta, out, report)
+        (out / "progress.json").unlink(missing_ok=True)
         mark_used(out)
         make_room(out, cfg.data.disk_gb, report)
     return out
@@ -59,7 +60,6 @@ def build(cfg, meta, out, report):
         "shape": shape._asdict(), "interval": cfg.env.control_interval, "features": FEATURES, "ranges": ranges,
         "largest_error": ranges and largest_error(ranges), "raw_sha256": file_hash(raw / "metadata.json"),
         "duplicates": plan["duplicates"], "chunks": chunks}, indent=1))
-    (out / "progress.json").unlink(missing_ok=True)
     report(f"preprocess: {sum(c['rows'] for c in chunks)} samples in {len(chunks)} chunks, "
            f"{sum(c['bytes'] for c in chunks) / 1e6:.0f} MB, {plan['duplicates']} duplicates dropped, in {out}")
     if ranges:

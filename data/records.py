@@ -35,16 +35,24 @@ def parse(sample, shape):
         n, series = len(sample["ids"]), {}
         sizes = {"k": (), "time": (), "globals": (len(GLOBAL),), "present": (n,), **dict.fromkeys(SCENE.names, (n,))}
         for name, size in sizes.items():
-            series[name] = values = np.array(sample[name], float)
-            if values.shape != (shape.frames, *size):
-                raise ValueError(f"{name}: shape {values.shape}, expected {(shape.frames, *size)}")
-            if not np.isfinite(values).all():
-                raise ValueError(f"{name}: NaN or infinite")
+            series[name] = _numbers(name, sample[name], (shape.frames, *size))
         if not (n <= shape.vehicles and np.isfinite(sample["extent"]) and sample["extent"] > 0):
             raise ValueError(f"{n} vehicles of at most {shape.vehicles}, extent {sample['extent']}")
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a sample: {type(error).__name__} {error}") from None
     return series
+
+
+def _numbers(name, values, size):
+    try:
+        values = np.array(values, float)
+    except ValueError:
+        raise ValueError(f"{name}: rows of unequal length, or no numbers") from None
+    if values.shape != size:
+        raise ValueError(f"{name}: shape {values.shape}, expected {size}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name}: NaN or infinite")
+    return values
 
 
 def _graph_of_frame(record, f, scene, members, k, radius, time):

@@ -1,4 +1,4 @@
-"""data/augment.py: what each augmentation changes and what it must not, and that nothing but seed, epoch and row counts.
+"""data/augment.py: what each augmentation changes and what it must not; only seed, epoch and row count.
 
 The data set is random noise, so that any value in a wrong place shows.
 """
@@ -8,7 +8,7 @@ import torch
 from data_sets import make_data_set
 
 from configs.phases import AugmentConfig
-from data.augment import AugmentedDataset, normal, random_numbers
+from data.augment import AugmentedDataset, jitter_position, normal, random_numbers
 from data.dataset import BlockSampler, ChunkedDataset
 from env.graph import EDGE, NODE
 from models.losses import prepare
@@ -22,7 +22,8 @@ POSITION, LANE_END = NODE.index("position"), NODE.index("lane_end")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_data_set(tmp_path_factory.mktemp("noise") / "made", N, (50, 50, 50, 50, 7), 10, np.random.default_rng(0))
+    return make_data_set(tmp_path_factory.mktemp("noise") / "made", N, (50, 50, 50, 50, 7), 10,
+                         np.random.default_rng(0))
 
 
 @pytest.fixture
@@ -94,7 +95,6 @@ def test_position_jitter_is_one_offset_for_a_sample(plain):
 def test_an_end_of_lane_out_of_sight_stays_out_of_sight(plain):
     batch = plain.__getitems__([0, 1])
     batch["nodes"][..., LANE_END], batch["nodes"][..., POSITION] = 500, 0.999
-    from data.augment import jitter_position
     jitter_position(batch, torch.tensor([[5.0], [-5.0]]))
     here = batch["present"][:, :2]
     assert (batch["nodes"][..., LANE_END] == 500).all()

@@ -117,6 +117,41 @@ def test_held_out_share_is_kept_and_mixed(tmp_path, share):
     assert abs(len(held_out) - share * len(plan)) <= 1 and len({plan[e].controller for e in held_out}) > 1
 
 
+def test_scenarios_controllers_and_demands_take_turns():
+    cfg = load_config("configs/default.yaml", [
+        "data.scenarios=[same, ring, a/b.sumocfg]", "data.controllers=[none, random]", "data.demand_scales=[0.5, 1.5]",
+        "data.samples=600", "data.samples_per_episode=25"])
+    plan = episode_plan(cfg)
+    cases = {(job.scenario, job.controller, job.demand_scale) for job in plan[:12]}
+    assert len(cases) == 12 and {case[0] for case in cases} == {"corridor", "ring", "a/b.sumocfg"}
+    assert [job.scenario for job in plan] == ["corridor", "ring", "a/b.sumocfg"] * 8
+
+
+def test_collection_over_several_scenarios(tmp_path):
+    """Each sample knows the size of its road; both splits and the statistics mix the scenarios."""
+    small = ["data.scenarios=[corridor, ring]", "data.samples=24", "data.samples_per_episode=4", "data.held_out=0.34"]
+    cfg = config(tmp_path / "set", *small, "data.controllers=[none, random]", "data.demand_scales=[0.6, 1.3]")
+    collect(cfg, silent)
+    meta = read_json(tmp_path / "set" / "raw" / "metadata.json", "metadata")
+    assert meta["scenarios"] == ["corridor", "ring"] and set(meta["settings"]["scenario"]) == {"corridor", "ring"}
+    extents = {"corridor": set(), "ring": set()}
+    for chunk in meta["chunks"]:
+        content = read_json(tmp_path / "set" / "raw" / chunk["file"], "chunk")
+        assert content["scenario"] == chunk["scenario"] and len(content["samples"]) == 4
+        extents[chunk["scenario"]] |= {sample["extent"] for sample in content["samples"]}
+    assert {name: len(found) for name, found in extents.items()} == {"corridor": 1, "ring": 1}
+    assert {meta["chunks"][e]["scenario"] for e in meta["held_out_episodes"]} == {"corridor", "ring"}
+    out = preprocess(cfg, silent)
+    rows = np.concatenate([np.load(path)["extent"] for path in sorted(out.glob("chunk*"))])
+    assert set(rows) == {np.float32(e) for found in extents.values() for e in found}
+
+
+def test_unknown_scenario_is_refused_before_any_simulation(tmp_path):
+    with pytest.raises(Exception, match="rign"):
+        collect(config(tmp_path / "set", "data.scenarios=[corridor, rign]"), silent)
+    assert not list((tmp_path / "set").rglob("*.json"))
+
+
 def crowd(places, leads):
     scene = np.zeros(len(places), SCENE)
     scene["x"], scene["lead"], scene["speed"] = places, leads, np.arange(len(places)) + 1 / 3
