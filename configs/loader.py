@@ -200,9 +200,11 @@ def _cross_checks(c, path):
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         wrong.append(f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                      f"{c.env.horizon_s / c.env.control_interval:g} control steps")
-    if c.env.horizon_s < (c.data.history + c.data.future) * c.env.control_interval:
-        wrong.append(f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history} and "
-                     f"data.future={c.data.future} control steps")
+    if c.env.horizon_s < (c.data.history + c.data.future + 2 * c.data.margin) * c.env.control_interval:
+        wrong.append(f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history}, "
+                     f"data.future={c.data.future} and twice data.margin={c.data.margin} control steps")
+    if c.phase1.augment.time_shift > c.data.margin:
+        wrong.append(f"phase1.augment.time_shift={c.phase1.augment.time_shift} is above data.margin={c.data.margin}")
     if len(set(c.evaluate.seeds)) < len(c.evaluate.seeds):
         wrong.append(f"evaluate.seeds={c.evaluate.seeds}: the same seed twice")
     if not all(setting.partition("=")[0] and "=" in setting for setting in c.ddp.nccl_env):

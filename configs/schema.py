@@ -90,17 +90,32 @@ class ShieldConfig:
 @dataclass
 class DataConfig:
     folder: str = opt("datasets/corridor", "raw/ and processed/ go below it")
+    scenarios: list[str] = opt(["same"], "built-in names or .sumocfg paths, in turn by episode; same = env.scenario")
     samples: int = opt(1000, "samples to collect", low=1)
     samples_per_episode: int = opt(50, "samples taken from one episode, evenly in time", low=1)
     samples_per_chunk: int = opt(50, "samples per raw chunk (50 to 200) and processed chunk", low=1)
     vehicles: list[int] = opt([10, 20], "fewest and most vehicles of a sample: one vehicle and its nearest")
+    regions: int = opt(1, "samples cut from one moment, each around a vehicle that no earlier one holds", low=1)
     history: int = opt(10, "T: control steps of history, 10 to 20", low=2, high=64)
     future: int = opt(5, "H: control steps to predict", low=1, high=20)
+    margin: int = opt(10, "steps recorded before and after a sample, for phase1.augment.time_shift", low=0, high=64)
+    k_vary: int = opt(2, "training samples have up to so many neighbours more or less than graph.k_* say; held-out "
+                         "ones exactly those", low=0, high=16)
     held_out: float = opt(0.2, "share of the episodes kept for validation", low=0.01, high=0.9)
     controllers: list[str] = opt(["none", "random", "lane_advice", "follower_stopper"],
                                  "who drives the ICVs while collecting, in turn by episode", choices=BASELINES)
     demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode", low=0.01, high=10)
     processes: int = opt(6, "SUMO processes that collect at once", low=1)
+    storage: str = opt("float16", "features on disk; int8 halves them (data/storage.py says at what error)",
+                       choices=("float16", "int8"))
+    on_bad_row: str = opt("stop", "a training sample with NaN or infinite values ends phase 1, or is left out",
+                          choices=("stop", "skip"))
+    open_chunks: int = opt(3, "chunks that a process has open, and that samples are shuffled over", low=1, high=64)
+    cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = memory maps", low=0)
+    cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0)
+    disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, the longest unused first, GB",
+                         low=0)
+    tmpfs: bool = opt(False, "phase 1 reads a copy of the graphs in /dev/shm, removed at the end")
 
 
 @dataclass

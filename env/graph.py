@@ -66,11 +66,11 @@ def neighbour_graph(scene, k, radius):
     if take < 1:
         return neighbours, features
     near, valid = _nearest(scene["x"], scene["y"], take, radius)
-    lead = scene["lead"][:, None]
-    is_lead = near == lead
-    missed = np.flatnonzero((lead[:, 0] >= 0) & ~is_lead.any(1))
-    near[missed, -1], is_lead[missed, -1] = lead[missed, 0], True
-    valid |= is_lead
+    lead = scene["lead"]
+    missed = np.flatnonzero((lead >= 0) & ~((near == lead[:, None]) & valid).any(1))
+    place = np.minimum(valid[missed].sum(1), take - 1)  # behind those within the radius, or instead of the farthest
+    near[missed, place], valid[missed, place] = lead[missed], True
+    is_lead = (near == lead[:, None]) & valid
     neighbours[:, :take] = np.where(valid, near, -1)
     _edge_features(scene, near, is_lead, features[:, :take])
     features[:, :take] *= valid[..., None]

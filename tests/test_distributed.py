@@ -76,7 +76,8 @@ def samples(step):
     neighbours = (rand(8, T, N, K) * many[:, None, None, None]).long()
     return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
             "present": present, "fresh": rand(8, frames, N) < 0.1, "speed": rand(8, frames, N) * 20,
-            "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8}
+            "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8,
+            "row": torch.arange(8), "bad": torch.zeros(8, dtype=torch.bool)}
 
 
 def phase1_training(team, folder):

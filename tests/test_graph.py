@@ -75,6 +75,16 @@ def test_leader_is_a_neighbour_however_many_are_nearer():
     assert edges[0, 3, 0] == 150
 
 
+def test_leader_beyond_the_radius_stands_behind_those_within():
+    """It stood at a place that followed from its number, with holes before it, when the radius had room for others."""
+    for lead in (2, 8):
+        scene = np.zeros(9, graph.SCENE)
+        scene["x"], scene["angle"], scene["length"], scene["lead"] = np.arange(9) * 300.0, 90, 5, -1
+        scene["x"][5], scene["lead"][0], scene["lead_gap"][0] = 50, lead, 190
+        neighbours, edges = graph.neighbour_graph(scene, 6, 200.0)
+        assert neighbours[0].tolist() == [5, lead, -1, -1, -1, -1] and edges[0, 1, 0] == 190
+
+
 @pytest.mark.parametrize("n", [0, 1])
 def test_graph_of_nobody_and_of_one(n):
     scene = np.zeros(n, graph.SCENE)
