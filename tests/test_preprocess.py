@@ -88,8 +88,12 @@ def test_only_training_samples_vary_in_their_neighbours(rebuilt):
     """k = min(max(4, ceil(N/4)), 16) +- 2 while training, exactly k in evaluation (held-out samples)."""
     wide = {True: set(), False: set()}
     for sample, _, record, split in rebuilt:
-        many = record["present"][0].sum() > sample["k"][0] + 2
-        wide[split == "train"] |= {int((record["neighbours"][0, 0] >= 0).sum()) - sample["k"][0]} if many else set()
+        for f, near in enumerate(record["neighbours"]):
+            place, k = np.array(sample["x"][f]) + 1j * np.array(sample["y"][f]), sample["k"][f]
+            for v in np.flatnonzero(record["present"][f]):
+                others = record["present"][f].nonzero()[0]
+                if (np.abs(place[others] - place[v]) < 190).sum() > k + 2:  # itself and more than k + 1 others
+                    wide[split == "train"].add(int((near[v] >= 0).sum()) - k)
     assert wide[False] <= {0} and {-2, 2} & wide[True] and wide[True] <= {-2, -1, 0, 1, 2}
 
 
