@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulator --json simulator.json
 
-Control steps (1 s) per second over the first 600 s of the default corridor. "Environment" is all that a rollout worker
+Control steps (1 s) per second over the first 300 s of the default corridor. "Environment" is all that a rollout worker
 does in a step: five commands, simulation, reading, graph observation, written as the pool's workers write it. The
 commands repeat the present acceleration of five other ICVs in every step, so that the traffic stays that of the bare
 binary. Below it, three ways of reading the same values of all vehicles over TraCI, without graph or commands: this
@@ -139,7 +139,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default="simulator.json")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder, options.steps)
