@@ -8,25 +8,28 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from configs import ConfigError
-from data.layout import GRAPH, DataError, chunk_offset, read_description
+from data.layout import FEATURES, GRAPH, DataError, chunk_offset, read_description
 from data.location import hold
 from data.storage import ZERO, scale_and_offset
+
+NUMBERS = (*FEATURES, "moved", "speed", "extent")  # the fields that could hold NaN
 
 
 class ChunkedDataset(Dataset):
     """Samples of one split ("train" or "held_out"). Raises DataError naming a missing, damaged or foreign file.
 
-    `dataset[i]` is a dictionary of tensors: the fields of a record (data.layout) in the window of T + H frames,
-    features as float32, and two more: `row` is i, and `bad` says that the record held NaN or infinite values; it is
-    then given back empty, without any vehicle. A list of indices gives a whole batch in one gather per chunk.
+    `dataset[i]` is a dictionary of tensors: the fields of a frame (data.layout) with the axis of the T + H frames of a
+    window before them (T for those in GRAPH), features as float32, and two more: `row` is i, and `bad` says that the
+    window held NaN or infinite values; it is then given back empty, without any vehicle. A list of indices gives a
+    whole batch in one gather per chunk.
     """
 
     def __init__(self, folder, split, open_chunks=3, cache_mb=0.0, cache_timeout_s=60.0):
         self.folder = Path(folder)
         meta, self.statistics, self.shape = read_description(self.folder)
-        self.ranges, self.dtype = meta["ranges"], self.shape.record()
+        self.ranges, self.dtype = meta["ranges"], self.shape.frame()
         self.chunks = [c for c in meta["chunks"] if c["split"] == split]
-        self.offsets = [chunk_offset(self.folder / c["file"], c, self.dtype) for c in self.chunks]
+        self.offsets = [chunk_offset(self.folder / c["file"], c, self.shape) for c in self.chunks]
         self.sizes = np.array([c["rows"] for c in self.chunks])
         self.ends = np.cumsum(self.sizes)
         self.open = OpenChunks(open_chunks, cache_mb, cache_timeout_s)
@@ -46,19 +49,17 @@ class ChunkedDataset(Dataset):
         return self.read(rows, np.full(len(rows), self.shape.margin))
 
     def read(self, rows, start):
-        """A batch whose windows begin at the frames `start` of their records, 0 to 2 M."""
+        """A batch whose windows begin at the frames `start` of their records, 0 to 2 M. Sorted rows are read faster."""
         rows, start = np.asarray(rows, int), np.asarray(start, int)
         if len(rows) and not (0 <= rows.min() and rows.max() < len(self)):
             raise IndexError(f"row {rows.min()} or {rows.max()} of a split with {len(self)} rows")
-        records = self._gather(rows)
-        graphs = start[:, None] + np.arange(self.shape.history)  # [B, T]
-        frames = start[:, None] + np.arange(self.shape.history + self.shape.future)
-        sample = np.arange(len(rows))[:, None]
-        batch = {name: torch.from_numpy(records[name][sample, graphs if name in GRAPH else frames])
-                 for name in self.dtype.names if name != "extent"}
-        batch.update(extent=torch.from_numpy(records["extent"].copy()), row=torch.from_numpy(rows))
-        for name in ("nodes", "edges", "globals"):
-            batch[name] = self._decode(name, batch[name])
+        if (np.diff(rows) < 0).any():
+            order = np.argsort(rows, kind="stable")
+            return {name: value[np.argsort(order)] for name, value in self.read(rows[order], start[order]).items()}
+        windows, batch = self._gather(rows, start), {"row": torch.from_numpy(rows)}
+        for name in self.dtype.names:
+            values = torch.from_numpy(windows[name][:, :self.shape.history] if name in GRAPH else windows[name])
+            batch[name] = self._decode(name, values) if name in FEATURES else values.contiguous()
         batch["fresh"][:, 0] |= batch["present"][:, 0]  # nobody has a past before the window
         return empty_bad_rows(batch)
 
@@ -67,13 +68,17 @@ class ChunkedDataset(Dataset):
         c = int(np.searchsorted(self.ends, row, "right"))
         return f"{self.folder / self.chunks[c]['file']}: row {row - self.ends[c] + self.sizes[c]}"
 
-    def _gather(self, rows):
-        which, records = np.searchsorted(self.ends, rows, "right"), np.empty(len(rows), self.dtype)
+    def _gather(self, rows, start):
+        """The windows [B, T + H] of sorted rows as stored: one copy from each chunk."""
+        shape, which = self.shape, np.searchsorted(self.ends, rows, "right")
+        windows = np.empty((len(rows), shape.window), self.dtype)
         for c in np.unique(which):
-            here = np.flatnonzero(which == c)
-            path, kind = self.folder / self.chunks[c]["file"], (self.dtype, self.offsets[c], self.sizes[c])
-            records[here] = self.open.get(path, *kind)[rows[here] - (self.ends[c] - self.sizes[c])]
-        return records
+            begin, end = np.searchsorted(which, [c, c + 1])
+            first = (rows[begin:end] - self.ends[c] + self.sizes[c]) * shape.frames + start[begin:end]
+            frames = self.open.get(self.folder / self.chunks[c]["file"], self.dtype, self.offsets[c],
+                                   self.sizes[c] * shape.frames)
+            np.take(frames, first[:, None] + np.arange(shape.window), out=windows[begin:end], mode="clip")
+        return windows
 
     def _decode(self, name, values):
         if not self.ranges:
@@ -96,12 +101,12 @@ class OpenChunks:
     def __getstate__(self):
         return {**self.__dict__, "chunks": OrderedDict()}
 
-    def get(self, path, dtype, offset, rows):
-        """The records of a chunk whose header has been checked."""
+    def get(self, path, dtype, offset, frames):
+        """All frames of a chunk whose header has been checked, one sample after the other."""
         array, _ = self.chunks.pop(path, (None, 0))
         if array is None:
-            array = np.memmap(path, dtype, "r", offset, (int(rows),))
-            array = np.array(array) if self.cache_bytes else array
+            array = np.memmap(path, dtype, "r", offset, (int(frames),)).view(np.ndarray)  # memmap's indexing is slow
+            array = array.copy() if self.cache_bytes else array
         self.chunks[path] = array, time.monotonic()
         while len(self.chunks) > 1 and self._oldest_must_go():
             self.chunks.popitem(last=False)
@@ -117,9 +122,9 @@ class OpenChunks:
 
 def empty_bad_rows(batch):
     """Mark the samples with NaN or infinite values in `bad`, and empty them: no vehicle, so no target, no edge."""
-    total = sum(value.flatten(1).sum(1) for value in batch.values() if value.is_floating_point() and value.dim() > 1)
-    batch["bad"] = ~torch.isfinite(total + batch["extent"])
-    if batch["bad"].any():
+    batch["bad"], numbers = torch.zeros_like(batch["row"], dtype=torch.bool), [batch[name] for name in NUMBERS]
+    if not torch.isfinite(sum(values.sum() for values in numbers)):
+        batch["bad"] = ~torch.isfinite(sum(values.flatten(1).sum(1) for values in numbers))
         for name, value in batch.items():
             if name not in ("bad", "row"):
                 value[batch["bad"]] = -1 if name == "neighbours" else 0
@@ -174,7 +179,7 @@ class BlockSampler(Sampler):
             batch = order[begin:begin + self.size]
             if len(batch) == self.size or not self.drop_last:
                 cuts = self._cuts(len(batch))
-                yield self.epoch, batch[cuts[self.rank]:cuts[self.rank + 1]].tolist()
+                yield self.epoch, sorted(batch[cuts[self.rank]:cuts[self.rank + 1]].tolist())
 
     def _cuts(self, count):
         """Where the ranks' shares of a global batch of `count` samples begin and end."""

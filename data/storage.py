@@ -11,7 +11,7 @@ ZERO, STEPS = -128, 254
 
 
 def value_ranges(chunks):
-    """{part: [least values, largest values]} by feature over arrays of float16 records, zeros left out."""
+    """{part: [least values, largest values]} by feature over arrays of float16 frames, zeros left out."""
     low, high = ({name: np.full(len(columns), x) for name, columns in FEATURES.items()} for x in (np.inf, -np.inf))
     for records in chunks:
         for name, columns in FEATURES.items():
@@ -52,5 +52,5 @@ def decode(codes, low, high):
 
 
 def features(records, name, ranges):
-    """float32 values of one part of an array of records, however it is stored."""
+    """float32 values of one part of an array of frames, however it is stored."""
     return decode(records[name], *ranges[name]) if ranges else records[name].astype(np.float32)

@@ -20,7 +20,7 @@ from data.storage import features, half_step
 
 def naive_record(s, cfg, k_shift=0):
     """The record of a raw sample, written down vehicle by vehicle."""
-    record = np.zeros((), Shape.of(cfg).record())
+    record = np.zeros(Shape.of(cfg).frames, Shape.of(cfg).frame())
     record["neighbours"], record["extent"] = -1, s["extent"]
     for f, time in enumerate(s["time"]):
         here = [v for v in range(len(s["ids"])) if s["present"][f][v]]
@@ -31,8 +31,6 @@ def naive_record(s, cfg, k_shift=0):
             record["present"][f, v], record["fresh"][f, v], record["speed"][f, v] = True, fresh, own["speed"]
             record["moved"][f, v] = 0 if fresh else own["odometer"] - s["odometer"][f - 1][v]
             record["conflict"][f, v] = ttc < 2 or own["accel"] <= -4
-            if f >= cfg.data.history + 2 * cfg.data.margin:
-                continue
             turn, lead = 2 * math.pi * time / 3600, s["lead"][f][v]
             record["nodes"][f, v] = [
                 min(max(own["position"] / s["extent"], 0), 1), own["lane"], own["speed"], min(max(own["accel"], -5), 5),
@@ -44,8 +42,7 @@ def naive_record(s, cfg, k_shift=0):
                 near[-1] = lead
             near = [o if far[o] <= cfg.graph.radius_m or o == lead else -1 for o in near]
             record["neighbours"][f, v, :len(near)] = near
-        if f < cfg.data.history + 2 * cfg.data.margin:
-            record["globals"][f] = s["globals"][f]
+        record["globals"][f] = s["globals"][f]
     return record
 
 
@@ -78,7 +75,7 @@ def test_records_equal_a_naive_rebuild(rebuilt):
         for name in ("nodes", "globals"):
             assert np.allclose(record[name].astype(float), naive[name].astype(float), rtol=2e-3, atol=1e-6), name
         nobody = record["neighbours"] < 0
-        assert (record["nodes"][~record["present"][:30]] == 0).all() and (record["edges"][nobody] == 0).all()
+        assert (record["nodes"][~record["present"]] == 0).all() and (record["edges"][nobody] == 0).all()
         assert (record["edges"][~nobody] != 0).any(-1).all()
     both = [np.array([record[name] for _, _, record, _ in rebuilt]) for name in ("conflict", "fresh", "usable")]
     assert all(values.any() and not values.all() for values in both)  # the comparison saw both values
@@ -108,7 +105,7 @@ def test_statistics_are_those_of_present_vehicles_of_the_training_split(recorded
     rows, given = processed(recorded).values(), read_json(graphs(recorded) / "statistics.json", "statistics")
 
     def moments(part, splits):
-        frames = [(row, f) for row, split in rows if split in splits for f in range(30)]
+        frames = [(row, f) for row, split in rows if split in splits for f in range(35)]
         values = [row["globals"][f] for row, f in frames] if part == "globals" else [
             row["nodes"][f, v] for row, f in frames for v in range(12) if row["present"][f, v]]
         return np.mean(np.array(values, float), 0), np.std(np.array(values, float), 0)
