@@ -1,4 +1,5 @@
-"""Reading processed chunks while training: memory-mapped, opened lazily in each process, in block-shuffled order."""
+"""Reading processed chunks while training: opened lazily in each process, in block-shuffled order."""
+import os
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from configs import ConfigError
 from data.layout import FEATURES, GRAPH, DataError, chunk_offset, read_description
 from data.location import hold
-from data.storage import ZERO, scale_and_offset
+from data.storage import scale_and_zero
 
 NUMBERS = (*FEATURES, "moved", "speed", "extent")  # the fields that could hold NaN
 
@@ -21,18 +22,20 @@ class ChunkedDataset(Dataset):
     `dataset[i]` is a dictionary of tensors: the fields of a frame (data.layout) with the axis of the T + H frames of a
     window before them (T for those in GRAPH), features as float32, and two more: `row` is i, and `bad` says that the
     window held NaN or infinite values; it is then given back empty, without any vehicle. A list of indices gives a
-    whole batch in one gather per chunk.
+    whole batch at once.
     """
 
     def __init__(self, folder, split, open_chunks=3, cache_mb=0.0, cache_timeout_s=60.0):
         self.folder = Path(folder)
         meta, self.statistics, self.shape = read_description(self.folder)
-        self.ranges, self.dtype = meta["ranges"], self.shape.frame()
+        self.dtype = self.shape.frame()
+        self.codes = {name: self._tiles(name, meta["ranges"][name]) for name in FEATURES if meta["ranges"]}
         self.chunks = [c for c in meta["chunks"] if c["split"] == split]
-        self.offsets = [chunk_offset(self.folder / c["file"], c, self.shape) for c in self.chunks]
+        files = [self.folder / chunk["file"] for chunk in self.chunks]
+        offsets = [chunk_offset(path, chunk, self.shape) for path, chunk in zip(files, self.chunks)]
         self.sizes = np.array([c["rows"] for c in self.chunks])
         self.ends = np.cumsum(self.sizes)
-        self.open = OpenChunks(open_chunks, cache_mb, cache_timeout_s)
+        self.open = OpenChunks(list(zip(files, offsets)), open_chunks, cache_mb, cache_timeout_s)
         self.hold = hold(self.folder)
 
     def __len__(self):
@@ -69,54 +72,72 @@ class ChunkedDataset(Dataset):
         return f"{self.folder / self.chunks[c]['file']}: row {row - self.ends[c] + self.sizes[c]}"
 
     def _gather(self, rows, start):
-        """The windows [B, T + H] of sorted rows as stored: one copy from each chunk."""
-        shape, which = self.shape, np.searchsorted(self.ends, rows, "right")
-        windows = np.empty((len(rows), shape.window), self.dtype)
+        """The windows [B, T + H] of sorted rows as stored."""
+        which, size = np.searchsorted(self.ends, rows, "right"), self.dtype.itemsize
+        windows = np.empty((len(rows), self.shape.window), self.dtype)
+        first = ((rows - self.ends[which] + self.sizes[which]) * self.shape.frames + start) * size
+        into, length = memoryview(windows.reshape(-1).view(np.uint8)), self.shape.window * size
         for c in np.unique(which):
             begin, end = np.searchsorted(which, [c, c + 1])
-            first = (rows[begin:end] - self.ends[c] + self.sizes[c]) * shape.frames + start[begin:end]
-            frames = self.open.get(self.folder / self.chunks[c]["file"], self.dtype, self.offsets[c],
-                                   self.sizes[c] * shape.frames)
-            np.take(frames, first[:, None] + np.arange(shape.window), out=windows[begin:end], mode="clip")
+            self.open.read(c, first[begin:end].tolist(), into[begin * length:end * length])
         return windows
 
     def _decode(self, name, values):
-        if not self.ranges:
+        if not self.codes:
             return values.float()
-        scale, offset = map(torch.from_numpy, scale_and_offset(*self.ranges[name]))
-        return torch.addcmul(offset, values.float(), scale).masked_fill_(values == ZERO, 0)
+        scale, zero = self.codes[name]
+        return values.float().sub_(zero).mul_(scale)
+
+    def _tiles(self, name, bounds):
+        """Scale and zero of one part as tensors of its whole size in a frame: torch is slow at repeating 4 numbers."""
+        shape = self.dtype[name].shape
+        return [torch.from_numpy(values).expand(shape).contiguous() for values in scale_and_zero(*bounds)]
 
 
 class OpenChunks:
-    """The chunks that a process used last: `count` memory maps or, with `cache_mb` > 0, copies in memory that together
+    """The chunks that a process used last: `count` open files or, with `cache_mb` > 0, copies in memory that together
     stay below that size and are dropped after `timeout_s` seconds without use (looked at whenever a chunk is read).
 
-    Pickling leaves them behind: it would copy the data.
+    Windows are copied straight from the system's page cache (pread). That is faster than memory maps, of which every
+    page must be mapped anew; memory does not seem to grow; and a file that shrinks is an error instead of a SIGBUS.
     """
 
-    def __init__(self, count, cache_mb=0.0, timeout_s=60.0):
-        self.count, self.cache_bytes, self.timeout_s = count, cache_mb * 1e6, timeout_s
-        self.chunks = OrderedDict()  # path: (array, time of the last use), least recently used first
+    def __init__(self, files, count, cache_mb, timeout_s):
+        self.files, self.count = files, count  # [(path, offset of the frames)], headers checked
+        self.cache_bytes, self.timeout_s = cache_mb * 1e6, timeout_s
+        self.chunks = OrderedDict()  # number: (file or bytes, time of the last use), least recently used first
 
     def __getstate__(self):
-        return {**self.__dict__, "chunks": OrderedDict()}
+        return {**self.__dict__, "chunks": OrderedDict()}  # every process opens its own
 
-    def get(self, path, dtype, offset, frames):
-        """All frames of a chunk whose header has been checked, one sample after the other."""
-        array, _ = self.chunks.pop(path, (None, 0))
-        if array is None:
-            array = np.memmap(path, dtype, "r", offset, (int(frames),)).view(np.ndarray)  # memmap's indexing is slow
-            array = array.copy() if self.cache_bytes else array
-        self.chunks[path] = array, time.monotonic()
+    def read(self, c, places, into):
+        """Fill the memoryview `into` with parts of equal size from the given places (bytes) in chunk number `c`."""
+        source, (path, offset), length = self._get(c), self.files[c], len(into) // len(places)
+        for i, place in enumerate(places):
+            part, begin = into[i * length:(i + 1) * length], offset + place
+            if isinstance(source, bytes):
+                found = memoryview(source)[begin:begin + length]
+                part[:len(found)], count = found, len(found)
+            else:
+                count = os.preadv(source.fileno(), [part], begin)
+            if count != length:
+                raise DataError(f"{path}: has become shorter while it was read; run data.check")
+
+    def _get(self, c):
+        source, _ = self.chunks.pop(c, (None, 0))
+        if source is None:
+            path = self.files[c][0]
+            source = path.read_bytes() if self.cache_bytes else open(path, "rb", buffering=0)
+        self.chunks[c] = source, time.monotonic()
         while len(self.chunks) > 1 and self._oldest_must_go():
             self.chunks.popitem(last=False)
-        return array
+        return source
 
     def _oldest_must_go(self):
         if not self.cache_bytes:
             return len(self.chunks) > self.count
         _, used = next(iter(self.chunks.values()))
-        return (sum(array.nbytes for array, _ in self.chunks.values()) > self.cache_bytes
+        return (sum(len(copy) for copy, _ in self.chunks.values()) > self.cache_bytes
                 or time.monotonic() - used > self.timeout_s)
 
 

@@ -160,8 +160,8 @@ def chunk_offset(path, chunk, shape):
 def raw_settings(cfg):
     """What determines the raw samples: two collections with equal settings give equal files."""
     data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
-    other = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")  # data.collect sets them
-    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in other}
+    no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
+    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
     return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": sections, "driver": asdict(cfg.driver),
