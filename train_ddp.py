@@ -129,7 +129,7 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
     """The rest of one epoch. Returns its means, or None after a stop request, when everything is saved."""
     p, c, window, logs, start, samples, bad = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0, []
     for batch in loader:
-        bad += bad_rows(loader.dataset, batch)
+        bad += bad_rows(loader.dataset, batch) if batch["bad"].any() else []
         window.append(prepare(to_device(batch, team.device), cfg.data.future))
         if len(window) < p.accumulation:
             continue  # a short window at the end of an epoch is dropped like a short batch

@@ -84,7 +84,7 @@ def jitter_position(samples, offset):
     """offset [B, 1] m along the road, one for each sample."""
     nodes, present = samples["nodes"], samples["present"][:, :samples["nodes"].shape[1]]
     along, end, offset = nodes[..., POSITION], nodes[..., LANE_END], offset[..., None]
-    moved = (along + offset / samples["extent"].clamp(min=1)[:, None, None]).clamp(0, 1)
+    moved = (along + offset / samples["extent"][:, :1, None].clamp(min=1)).clamp(0, 1)
     along.copy_(torch.where(present, moved, along))
     known = present & (end < LANE_END_CAP)  # at the cap the end is out of sight
     end.copy_(torch.where(known, (end - offset).clamp(0, LANE_END_CAP), end))

@@ -71,15 +71,15 @@ def check_processed(folder):
     except DataError as error:
         return [str(error)]
     return [finding for chunk in meta["chunks"]
-            for finding in _processed_chunk(folder / chunk["file"], chunk, shape.record())]
+            for finding in _processed_chunk(folder / chunk["file"], chunk, shape)]
 
 
-def _processed_chunk(path, chunk, dtype):
+def _processed_chunk(path, chunk, shape):
     try:
-        offset = chunk_offset(path, chunk, dtype)
+        offset = chunk_offset(path, chunk, shape)
     except DataError as error:
         return [str(error)]
-    records = np.memmap(path, dtype, "r", offset, (chunk["rows"],))
+    records = np.memmap(path, shape.frame(), "r", offset, (chunk["rows"], shape.frames))
     findings = [f"{path}: row {row}: {name}: NaN or infinite" for row, name in not_finite(records)]
     findings += [f"{path}: row {row}: {text}" for row, text in impossible(records)]
     if not findings and file_hash(path) != chunk["sha256"]:
@@ -89,8 +89,7 @@ def _processed_chunk(path, chunk, dtype):
 
 def impossible(records):
     """[(row, what is wrong)]: neighbours that do not exist."""
-    near, found = records["neighbours"].astype(int), []
-    present = records["present"][:, :near.shape[1]]
+    near, present, found = records["neighbours"].astype(int), records["present"], []
     n = present.shape[2]
     for row in np.flatnonzero(((near < -1) | (near >= n)).any((1, 2, 3))):
         found.append((int(row), f"neighbours: an index outside -1 to {n - 1}"))

@@ -3,9 +3,9 @@
     <folder>/raw/config.json, chunk_EEE_P.json, metadata.json          what SUMO did (episode E, part P)
     <folder>/processed/KEY/chunk_NNN.npy, metadata.json, statistics.json     graphs; KEY is a hash of their settings
 
-A processed chunk is a structured array, one record per sample. Axis letters: T history, H future, M margin (room for
-the time shift of augmentation on either side), F = M + T + H + M frames, of which the first G = M + T + M carry a
-graph; n vehicles of the sample (padded), k neighbours (padded).
+A processed chunk is a structured array [samples, F] of frames. Axis letters: T history, H future, M margin (room for
+the time shift of augmentation on either side), F = M + T + H + M frames of a sample; n vehicles of it (padded), k
+neighbours (padded). Any T + H frames in a row are a window to train on: they lie together and are read in one piece.
 """
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ from env.graph import EDGE, GLOBAL, NODE
 
 VERSION = 2
 FEATURES = {"nodes": NODE, "edges": EDGE, "globals": GLOBAL}  # the parts stored as float16 or int8
-GRAPH = ("nodes", "edges", "neighbours", "globals", "usable")  # fields of the first G frames; the others have F
+GRAPH = ("nodes", "edges", "neighbours", "globals", "usable")  # fields that only the T frames of history need
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
 READING = ("folder", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb", "tmpfs")
 BUILDING = ("storage", "k_vary")
@@ -33,7 +33,7 @@ class DataError(Exception):
 
 
 class Shape(NamedTuple):
-    """The sizes of a record: T, H, M, n, k, and how features are stored ("float16" or "int8")."""
+    """The sizes of a sample: T, H, M, n, k, and how features are stored ("float16" or "int8")."""
     history: int
     future: int
     margin: int
@@ -47,23 +47,22 @@ class Shape(NamedTuple):
         return cls(d.history, d.future, d.margin, d.vehicles[1], cfg.graph.k_max + d.k_vary, d.storage)
 
     @property
-    def graphs(self):
-        return self.history + 2 * self.margin
+    def window(self):
+        return self.history + self.future
 
     @property
     def frames(self):
-        return self.history + self.future + 2 * self.margin
+        return self.window + 2 * self.margin
 
-    def record(self):
-        """The dtype of one sample."""
-        f, g, n, k = self.frames, self.graphs, self.vehicles, self.k
-        number = {"float16": "<f2", "int8": "i1"}[self.storage]
+    def frame(self):
+        """The dtype of one frame of a sample."""
+        n, k, number = self.vehicles, self.k, {"float16": "<f2", "int8": "i1"}[self.storage]
         return np.dtype([
-            ("nodes", number, (g, n, len(NODE))), ("edges", number, (g, n, k, len(EDGE))),
-            ("neighbours", "i1" if n < 128 else "<i2", (g, n, k)), ("globals", number, (g, len(GLOBAL))),
-            ("usable", "?", (g, n)),  # the leader is inside the sample, or there is none
-            ("present", "?", (f, n)), ("fresh", "?", (f, n)), ("conflict", "?", (f, n)),
-            ("moved", "<f4", (f, n)), ("speed", "<f4", (f, n)), ("extent", "<f4")])
+            ("nodes", number, (n, len(NODE))), ("edges", number, (n, k, len(EDGE))),
+            ("neighbours", "i1" if n < 128 else "<i2", (n, k)), ("globals", number, (len(GLOBAL),)),
+            ("usable", "?", (n,)),  # the leader is inside the sample, or there is none
+            ("present", "?", (n,)), ("fresh", "?", (n,)), ("conflict", "?", (n,)), ("moved", "<f4", (n,)),
+            ("speed", "<f4", (n,)), ("extent", "<f4")], align=True)  # aligned: torch takes no odd strides
 
 
 # ---- files -----------------------------------------------------------------------------------------------------
@@ -123,7 +122,7 @@ def read_description(folder):
     meta = read_json(folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
     try:
         shape, version = Shape(**meta["shape"]), meta["version"]
-        shape.record(), meta["ranges"], meta["chunks"][0]["file"]
+        shape.frame(), meta["ranges"], meta["chunks"][0]["file"]
     except (KeyError, TypeError, IndexError):
         shape, version = None, None
     if version != VERSION:
@@ -137,8 +136,8 @@ def read_description(folder):
     return meta, statistics, shape
 
 
-def chunk_offset(path, chunk, dtype):
-    """Where the records of a processed chunk begin, bytes, after comparing size and header with the metadata; the data
+def chunk_offset(path, chunk, shape):
+    """Where the frames of a processed chunk begin, bytes, after comparing size and header with the metadata; the data
     are not read. DataError says what was expected and what was found."""
     if not path.exists():
         raise DataError(f"{path}: missing; run data.preprocess again")
@@ -148,25 +147,25 @@ def chunk_offset(path, chunk, dtype):
         array = np.lib.format.open_memmap(path, "r")
     except (ValueError, KeyError, IndexError, TypeError, EOFError, SyntaxError) as error:
         raise DataError(f"{path}: not a chunk of this data set: {error}") from None
+    dtype, found = shape.frame(), array.dtype.fields or {}
     if array.dtype != dtype:
-        found = array.dtype.fields or {}
         wrong = [f"{name} is {found[name][0] if name in found else 'missing'}, expected {dtype[name]}"
                  for name in dtype.names if name not in found or found[name][0] != dtype[name]]
-        raise DataError(f"{path}: records of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}")
-    if array.shape != (chunk["rows"],) or not chunk["rows"]:
-        raise DataError(f"{path}: holds {array.shape} records, expected {chunk['rows']}, at least 1")
+        raise DataError(f"{path}: frames of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}")
+    if array.shape != (chunk["rows"], shape.frames) or not chunk["rows"]:
+        raise DataError(f"{path}: holds {array.shape} frames, expected {(chunk['rows'], shape.frames)}, at least 1 row")
     return array.offset
 
 
 def raw_settings(cfg):
     """What determines the raw samples: two collections with equal settings give equal files."""
     data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
-    env = {k: v for k, v in asdict(cfg.env).items()
-           if not k.endswith("timeout_s") and k not in ("recycle_episodes", "backend")}
+    no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
+    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
     return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": sections, "driver": asdict(cfg.driver),
-            "baselines": asdict(cfg.baselines), "graph": graph, "data": data}
+            "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
 
 
 def scenarios(cfg):

@@ -95,11 +95,11 @@ def destinations(meta, per_chunk, seed):
 
 def _fill_chunks(cfg, raw, out, meta, plan, shape, report):
     """Build the records of every raw chunk that progress.json does not list yet into half-built float16 chunks."""
-    progress, dtype = out / "progress.json", shape._replace(storage="float16").record()
+    progress, dtype = out / "progress.json", shape._replace(storage="float16").frame()
     done = read_json(progress, "a list of chunks") if progress.exists() else []
     for name, size in plan["sizes"].items():
         if not (out / name).exists() and not (out / f"{name}.part").exists():
-            write_atomically(out / f"{name}.part", np.zeros(size, dtype))
+            write_atomically(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
             done = []
     for number, chunk in enumerate(meta["chunks"], 1):
         if chunk["file"] in done:
@@ -156,7 +156,7 @@ def _finish_chunk(out, name, plan, shape, ranges):
     if part.exists() and not ranges:
         part.rename(out / name)
     elif not (out / name).exists():
-        filled, final = np.load(part, mmap_mode="r"), np.empty(plan["sizes"][name], shape.record())
+        filled, final = np.load(part, mmap_mode="r"), np.empty((plan["sizes"][name], shape.frames), shape.frame())
         for field in final.dtype.names:
             final[field] = encode(filled[field], *ranges[field]) if field in ranges else filled[field]
         write_atomically(out / name, final)
@@ -170,7 +170,7 @@ def compute_statistics(out, chunks, ranges):
     sums = {name: np.zeros((3, len(FEATURES[name]))) for name in ("nodes", "globals")}
     for chunk in chunks:
         array = np.load(out / chunk["file"], mmap_mode="r")
-        nodes = features(array, "nodes", ranges)[array["present"][:, :array["nodes"].shape[1]]]
+        nodes = features(array, "nodes", ranges)[array["present"]]
         for name, values in (("nodes", nodes), ("globals", features(array, "globals", ranges))):
             values = values.reshape(-1, len(FEATURES[name])).astype(np.float64)
             sums[name] += [values.sum(0), (values ** 2).sum(0), np.full(values.shape[1], len(values))]

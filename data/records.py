@@ -1,13 +1,13 @@
-"""From a raw sample to the record that is trained on: graphs of the frames of history, motion of all frames."""
+"""From a raw sample to the frames that are trained on: each holds its graph and the vehicles' motion."""
 import numpy as np
 
 from env.graph import GLOBAL, SCENE, conflicts, neighbour_graph, node_features
 
 
 def build_record(sample, shape, radius, k_shift=0):
-    """One float16 record of `shape` from a raw sample (see data.collect.cut_sample); ValueError says what is wrong with
-    the sample. `k_shift` is added to the number of neighbours that the scene had."""
-    series, record = parse(sample, shape), np.zeros((), shape._replace(storage="float16").record())
+    """The float16 frames [F] of a raw sample (see data.collect.cut_sample); ValueError says what is wrong with it.
+    `k_shift` is added to the number of neighbours that the scene had."""
+    series, record = parse(sample, shape), np.zeros(shape.frames, shape._replace(storage="float16").frame())
     record["neighbours"], record["extent"] = -1, sample["extent"]
     present = series["present"] > 0
     n, before = present.shape[1], np.zeros(present.shape[1], bool)
@@ -21,10 +21,9 @@ def build_record(sample, shape, radius, k_shift=0):
         record["speed"][f, :n], record["conflict"][f, :n] = scene["speed"], conflicts(scene) & here
         record["moved"][f, :n] = np.where(here & ~fresh, scene["odometer"] - odometer, 0)
         before, odometer = here, scene["odometer"]
-        if f < shape.graphs:
-            k = min(max(int(series["k"][f]) + k_shift, 1), shape.k)
-            _graph_of_frame(record, f, scene, members, k, radius, series["time"][f])
-            record["globals"][f] = series["globals"][f]
+        k = min(max(int(series["k"][f]) + k_shift, 1), shape.k)
+        _graph_of_frame(record, f, scene, members, k, radius, series["time"][f])
+        record["globals"][f] = series["globals"][f]
     return record
 
 
@@ -63,13 +62,13 @@ def _graph_of_frame(record, f, scene, members, k, radius, time):
     record["usable"][f, members] = inside["lead"] != -2
     inside["lead"] = np.where(inside["lead"] >= 0, compact[inside["lead"]], -1)
     near, edges = neighbour_graph(inside, k, radius)
-    record["nodes"][f, members] = node_features(inside, record["extent"], time)
+    record["nodes"][f, members] = node_features(inside, record["extent"][f], time)
     record["neighbours"][f, members, :near.shape[1]] = np.append(members, -1)[near]
     record["edges"][f, members, :near.shape[1]] = edges
 
 
 def not_finite(records):
-    """[(row, field)] of an array of records in which a value is NaN or infinite."""
+    """[(row, field)] of an array [samples, F] of frames in which a value is NaN or infinite."""
     bad = []
     for name in records.dtype.names:
         values = records[name].reshape(len(records), -1)

@@ -39,7 +39,7 @@ def make_data_set(folder, vehicles=4, sizes=(4, 3, 5, 2, 6, 1), margin=0, rng=No
     shape, row, chunks = Shape(2, 1, margin, vehicles, 2), 0, []
     folder.mkdir(parents=True)
     for c, size in enumerate(sizes):
-        array, path = np.zeros(size, shape.record()), folder / f"chunk_{c:03d}.npy"
+        array, path = np.zeros((size, shape.frames), shape.frame()), folder / f"chunk_{c:03d}.npy"
         array["moved"], array["nodes"] = np.arange(row, row + size)[:, None, None], 0.5
         array["speed"], array["extent"], array["present"] = np.arange(shape.frames)[:, None], 1000, True
         if rng:
@@ -58,12 +58,11 @@ def make_data_set(folder, vehicles=4, sizes=(4, 3, 5, 2, 6, 1), margin=0, rng=No
 
 def fill_with_noise(array, rng):
     """Random vehicles, features and neighbours; who is absent has neither."""
-    size, graphs, n, k = array["neighbours"].shape
-    array["present"] = rng.random(array["present"].shape) < 0.9
-    here = array["present"][:, :graphs]
+    here = array["present"] = rng.random(array["present"].shape) < 0.9
+    size, frames, n = here.shape
     array["nodes"] = rng.uniform(0.2, 0.8, array["nodes"].shape) * here[..., None]
-    near = rng.integers(-1, n, (size, graphs, n, k))
-    known = np.take_along_axis(np.append(here, np.zeros((size, graphs, 1), bool), 2)[:, :, None], near % (n + 1), 3)
+    near = rng.integers(-1, n, array["neighbours"].shape)
+    known = np.take_along_axis(np.append(here, np.zeros((size, frames, 1), bool), 2)[:, :, None], near % (n + 1), 3)
     array["neighbours"] = np.where(known & here[..., None], near, -1)
     array["edges"] = rng.uniform(1, 9, array["edges"].shape) * (array["neighbours"] >= 0)[..., None]
     array["conflict"], array["fresh"] = rng.random((2, *array["conflict"].shape)) < 0.3

@@ -142,7 +142,7 @@ def test_collection_over_several_scenarios(tmp_path):
     assert {name: len(found) for name, found in extents.items()} == {"corridor": 1, "ring": 1}
     assert {meta["chunks"][e]["scenario"] for e in meta["held_out_episodes"]} == {"corridor", "ring"}
     out = preprocess(cfg, silent)
-    rows = np.concatenate([np.load(path)["extent"] for path in sorted(out.glob("chunk*"))])
+    rows = np.concatenate([np.load(path)["extent"].ravel() for path in sorted(out.glob("chunk*"))])
     assert set(rows) == {np.float32(e) for found in extents.values() for e in found}
 
 

@@ -38,27 +38,27 @@ def with_value(field, where, value):
 
 
 def narrower(array):
-    """The same records with one node feature less."""
-    kinds = [(n, array.dtype[n].base, (*array.dtype[n].shape[:2], 8) if n == "nodes" else array.dtype[n].shape)
-             for n in array.dtype.names]
-    return np.zeros(len(array), kinds)
+    """The same frames with one node feature less."""
+    kinds = [(n, array.dtype[n].base, (12, 8) if n == "nodes" else array.dtype[n].shape) for n in array.dtype.names]
+    return np.zeros(array.shape, kinds)
 
 
 def other_type(array):
-    return np.zeros(len(array), [(n, "<f8" if n == "speed" else array.dtype[n].base, array.dtype[n].shape)
-                                 for n in array.dtype.names])
+    kinds = [(n, "<f8" if n == "speed" else array.dtype[n].base, array.dtype[n].shape) for n in array.dtype.names]
+    return np.zeros(array.shape, kinds)
 
 
 @pytest.mark.parametrize("change, words", [
     (with_value("nodes", (3, 2, 1, 4), np.nan), ["row 3", "nodes", "NaN"]),
     (with_value("edges", (0, 29, 0, 0, 2), -np.inf), ["row 0", "edges", "NaN"]),
     (with_value("speed", (4, 34, 11), np.nan), ["row 4", "speed", "NaN"]),
-    (with_value("extent", 2, np.inf), ["row 2", "extent", "NaN"]),
+    (with_value("extent", (2, 7), np.inf), ["row 2", "extent", "NaN"]),
     (with_value("neighbours", (1, 0, 0, 0), 12), ["row 1", "neighbours", "-1 to 11"]),
     (with_value("neighbours", (1, 0, 0, 0), -2), ["row 1", "neighbours", "-1 to 11"]),
     (with_value("present", (2, slice(None), slice(0, 2)), False), ["row 2", "neighbours", "not present"]),
-    (narrower, ["nodes is", "(30, 12, 8)", "expected ", "(30, 12, 9)"]), (other_type, ["speed is", "<f8", "<f4"]),
-    (lambda array: array[:3], ["(3,)", "expected 5"]), (lambda array: array[:0], ["(0,)", "expected 5"]),
+    (narrower, ["nodes is", "(12, 8)", "expected ", "(12, 9)"]), (other_type, ["speed is", "<f8", "<f4"]),
+    (lambda array: array[:3], ["(3, 35)", "expected (5, 35)"]), (lambda array: array[:0], ["(0, 35)", "at least 1"]),
+    (lambda array: array[:, :15].copy(), ["(5, 15)", "expected (5, 35)"]), (lambda array: array[0], ["(35,)"]),
     (lambda array: np.zeros(5), ["nodes is missing"])])
 def test_wrong_content_is_found_with_file_and_row(copy, change, words):
     assert checked(copy) == []
@@ -120,7 +120,7 @@ def test_damaged_description_is_found(copy, name):
 
 def test_every_finding_is_named_and_the_list_is_bounded(copy, capsys):
     def spoil(array):
-        array["nodes"][[0, 2, 4]], array["speed"][2] = np.nan, np.inf
+        array["nodes"][[0, 2, 4], 7], array["speed"][2] = np.nan, np.inf
         return array
     change_chunk(copy, spoil)
     assert [line.split(": ")[1:3] for line in checked(copy)] == [
