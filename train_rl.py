@@ -69,6 +69,7 @@ def phase2(cfg, team, stop):
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
             log = update(cfg, team, span, progress, module, rollout, precision)
+            rollout = None  # before the next one is collected
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,

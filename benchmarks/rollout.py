@@ -8,16 +8,14 @@ the other lets the Collector run model and shield and store what PPO needs. The 
 its own commands, in the traffic that they make. Sides alternate; medians of the repetitions are compared.
 """
 import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.report import finish, load_line
 from configs import Config
 from env.workers import make_pool
 from models.policy import Driver, TrafficModel
@@ -25,6 +23,7 @@ from runtime.rollout import Collector, alternating
 
 LAYOUTS = ((1, 1), (2, 1), (1, 2))  # workers, environments of each
 STEPS, WARMUP, SEED = 100, 150.0, 1  # every environment has the same seed: equal work
+PARTS = ("infer", "store", "wait", "simulate", "read", "graph", "idle")  # of the learner, then of a worker
 
 
 def settings(preset):
@@ -91,14 +90,14 @@ def run(side, cfg, model, pool):
         collector._seed = lambda env, number: SEED
         collector.begin(0)
         _, facts = collector.collect(STEPS)
-        result = {"seconds": facts["time_collect"], **{k: facts[f"time_{k}"] for k in ("infer", "wait", "store")}}
+        result = {"seconds": facts["time_collect"], **{name: facts[f"time_{name}"] for name in PARTS}}
     return {**result, "vehicles": float(pool.arrays["mask"].sum(1).mean())}
 
 
 def summarise(runs, envs):
     """Medians: control steps per second, vehicles at the end, and milliseconds per step and environment."""
     middle = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    per_step = {name: 1000 * middle[name] / STEPS / envs for name in ("infer", "wait", "store") if name in middle}
+    per_step = {name: 1000 * middle[name] / STEPS / envs for name in PARTS if name in middle}
     return {"steps_per_s": STEPS * envs / middle["seconds"], "vehicles": middle["vehicles"], **per_step}
 
 
@@ -128,19 +127,18 @@ def main():
     torch.set_num_threads(1)
     runs = measure(settings(options.preset), options.repeat)
     rows = {key: summarise(value, key[0] * key[1]) for key, value in runs.items()}
-    print(f"machine load {os.getloadavg()[0]:.1f}; preset {options.preset}; median of {options.repeat}")
-    print(f"{'workers x environments':24s}{'side':12s}{'steps/s':>9s}{'of random':>11s}{'vehicles':>10s}"
-          f"{'infer ms':>10s}{'store ms':>10s}{'wait ms':>10s}")
+    print(load_line(options.repeat))
+    print(f"{'workers x environments':24s}{'side':12s}{'steps/s':>8s}{'of random':>10s}{'vehicles':>9s}"
+          + "".join(f"{name + ' ms':>12s}" for name in PARTS))
     for (workers, envs, side), row in rows.items():
         row["of_random"] = row["steps_per_s"] / rows[workers, envs, "random"]["steps_per_s"]
-        times = "".join(f"{row[name]:10.2f}" for name in ("infer", "store", "wait") if name in row)
-        print(f"{f'{workers} x {envs}':24s}{side:12s}{row['steps_per_s']:9.0f}{row['of_random']:11.2f}"
-              f"{row['vehicles']:10.0f}{times}")
+        times = "".join(f"{row[name]:12.2f}" for name in PARTS if name in row)
+        print(f"{f'{workers} x {envs}':24s}{side:12s}{row['steps_per_s']:8.0f}{row['of_random']:10.2f}"
+              f"{row['vehicles']:9.0f}{times}")
     scaling = rows[2, 1, "random"]["steps_per_s"] / rows[1, 1, "random"]["steps_per_s"]
     print(f"two workers against one, random commands: {scaling:.2f}")
-    result = {"rows": [dict(zip(("workers", "envs", "side"), key), **row) for key, row in rows.items()],
-              "two_workers_against_one": scaling, "repeat": options.repeat, "load": os.getloadavg()}
-    Path(options.json).write_text(json.dumps(result, indent=1))
+    finish(options.json, rows=[dict(zip(("workers", "envs", "side"), key), **row) for key, row in rows.items()],
+           two_workers_against_one=scaling)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ class Collector:
             self._finish(group, steps - 1)
         self._bootstrap(steps - 1)
         self.facts["time_collect"] = time.perf_counter() - start
-        return self.rollout, self.facts
+        rollout, self.rollout = self.rollout, None  # its memory belongs to the caller
+        return rollout, self.facts
 
     def _act(self, group, t):
         """Command the group's environments; they simulate while the step is stored and another group's turn comes."""

@@ -19,13 +19,14 @@ from models.losses import PPOLoss
 from runtime import checkpoint
 from runtime.distributed import Team
 from runtime.metrics import read_metrics
-from runtime.precision import Precision
+from runtime.precision import HysteresisScaler, Precision
 from runtime.storage import Minibatches, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 ALONE = Team(0, 1, 0, 1, CPU)
 T, E, K = 6, 4, 5
+UPDATES = 3 * (T * E // 8)
 
 
 def config():
@@ -34,9 +35,9 @@ def config():
     return cfg
 
 
-def rollout_of(controller, seed=0):
+def rollout_of(controller, folder=None, spill_mb=0):
     """A rollout of random numbers with 0 to 9 candidates a step."""
-    rng, rollout = np.random.default_rng(seed), Rollout(T, E)
+    rng, rollout = np.random.default_rng(0), Rollout(T, E, folder, spill_mb)
     for t in range(T):
         many = rng.integers(0, 10, E)
         many[0] = 9 if t == 0 else many[0]
@@ -114,7 +115,27 @@ def test_rank_without_a_step_of_a_minibatch_takes_part(small):
     assert all((p.grad == 0).all() for p in model.controller.parameters())
 
 
-# ---- reads of the device -----------------------------------------------------------------------------------------
+# ---- update ------------------------------------------------------------------------------------------------------
+
+def update(small, scaling=False, **where):
+    """(log of an update on a rollout, weights afterwards, whether the rollout was spilled)."""
+    model, cfg = copy.deepcopy(small), config()
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    precision, rollout = Precision(cfg.phase2.amp, CPU), rollout_of(model.controller, **where)
+    precision.scaler = HysteresisScaler("cpu", cfg.phase2.amp, scaling)
+    progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
+                               optimizer=torch.optim.SGD(model.controller.parameters(), 1e-4))  # Adam reads its steps
+    log = train_rl.update(cfg, ALONE, train_rl.Span(E, ALONE), progress, PPOLoss(model, cfg.phase2), rollout, precision)
+    assert progress.counters["updates"] == UPDATES and log["kl"] > 0 and np.isfinite(list(log.values())).all()
+    return log, model.controller.state_dict(), rollout.spilled
+
+
+def test_spilling_changes_nothing(small, tmp_path):
+    (log, weights, spilled), (other_log, others, other_spilled) = update(small), update(small, folder=tmp_path,
+                                                                                        spill_mb=0.01)
+    assert not spilled and other_spilled and log == other_log
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
 
 class Reads(TorchDispatchMode):
     """Counts how often a number is taken from a tensor: each time, a GPU would have to be waited for."""
@@ -127,20 +148,10 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("scaling", [False, True])
 def test_update_reads_the_device_once_per_optimiser_step(small, scaling):
-    """Losses, KL and norms stay there until an epoch is over; it once read every minibatch's, and four times more with
-    loss scaling."""
-    model, cfg = copy.deepcopy(small), config()
-    model.freeze("risk_gnn", "world_model", "safety_shield")
-    precision = Precision(cfg.phase2.amp, CPU)
-    precision.scaler = type(precision.scaler)("cpu", cfg.phase2.amp, scaling)
-    progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
-                               optimizer=torch.optim.SGD(model.controller.parameters(), 1e-4))  # Adam reads its steps
-    span, rollout = train_rl.Span(E, ALONE), rollout_of(model.controller)
+    """Losses, KL and norms stay there until an epoch is over. With loss scaling it was read four times a step."""
     with Reads() as reads:
-        log = train_rl.update(cfg, ALONE, span, progress, PPOLoss(model, cfg.phase2), rollout, precision)
-    steps, around = 3 * (T * E // 8), 8  # the values' moments, read once
-    assert progress.counters["updates"] == steps and log["kl"] > 0 and np.isfinite(list(log.values())).all()
-    assert steps <= reads.count <= steps + around
+        update(small, scaling)
+    assert UPDATES <= reads.count <= UPDATES + 8  # and the values' moments, once
 
 
 # ---- two learners ------------------------------------------------------------------------------------------------
@@ -150,7 +161,7 @@ WORDS = ["--config", str(ROOT / "configs/smoke.yaml"), "run.threads=1", "rollout
          "rollout.num_envs_per_worker=1", "env.horizon_s=25.0", "phase2.iterations=2", "phase2.checkpoint_every=1",
          "phase2.epochs=2", "phase2.train_batch_size=100", "phase2.fragment_length=25", "phase2.minibatch_size=20",
          f"phase2.lr={LR}"]
-UPDATES = 2 * 2 * 100 // 20
+LEARNED = 2 * 2 * 100 // 20
 
 
 def learn(folder, ranks):
@@ -176,7 +187,7 @@ def test_two_learners_see_the_same_traffic_and_command_the_same(learners):
     (one, _), (two, _) = learners
     for name in ("reward", "c_int", "released", "episodes", "env_steps", "updates", "return", "ocr", "shield_clips"):
         assert two[0][name] == pytest.approx(one[0][name], rel=1e-6), name
-    assert one[0]["episodes"] == 4 and one[1]["updates"] == UPDATES and one[0]["c_int"] > 0
+    assert one[0]["episodes"] == 4 and one[1]["updates"] == LEARNED and one[0]["c_int"] > 0
 
 
 def test_two_learners_learn_what_one_learns(learners):
@@ -187,4 +198,4 @@ def test_two_learners_learn_what_one_learns(learners):
         assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-6), name
     for name, value in alone.items():
         if name not in ("controller.importance.4.bias", "controller.impact.4.bias"):
-            assert float((value.float() - both[name].float()).abs().max()) < 0.01 * LR * UPDATES, name
+            assert float((value.float() - both[name].float()).abs().max()) < 0.01 * LR * LEARNED, name

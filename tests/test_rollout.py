@@ -61,7 +61,7 @@ class CountingPool:
 
     def _show(self, arrays, env):
         arrays["seen"][env] = code(env, *self.where[env])
-        arrays["icvs"][env] = 1 + sum(self.where[env]) % 3
+        arrays["icvs"][env] = 1 + (env // 2 + sum(self.where[env])) % 3  # not the same within a group
 
     def send(self, group, next_seeds):
         assert not set(group) & set(self.pending), "a step before the results of the last one were fetched"
@@ -188,7 +188,7 @@ def check_features(batch, seen, sequences):
     """What was observed, for as many candidates or vehicles as there were; and, for sequences, the memory before."""
     stored = ("embedding", "nodes", "moved") if sequences else ("candidates",)
     assert set(stored) <= set(batch) and ("before" in batch) == bool(sequences)
-    counts = 1 + (seen % 400 // 20 + seen % 20) % 3
+    counts = 1 + (seen // 800 + seen % 400 // 20 + seen % 20) % 3
     there = torch.arange(3) < counts[..., None]  # widths 1 to 3 occur
     for name in stored:
         assert batch[name].shape[:3] == (10, 4, 3) and batch[name].dtype == torch.float16

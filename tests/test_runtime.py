@@ -101,6 +101,10 @@ def test_scaler_state_continues_where_it_stopped():
     assert begin + second.run("o..." + "o") == expected and expected[5] == 32.0
     assert second.scaler.overflows == 4
     assert state == saved, "loading changed the caller's dictionary"
+    halved, third = Scaled(), Scaled()
+    halved.run("oo")
+    third.scaler.load_state_dict(halved.scaler.state_dict())
+    assert third.scaler.get_scale() == 32.0 and third.run("oo") == [32.0, 16.0]
 
 
 def test_scaler_accepts_the_state_of_a_run_without_one():

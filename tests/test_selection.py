@@ -69,6 +69,7 @@ def test_evaluate_repeats_the_log_probability_of_select(small, width, determinis
     chosen = small.controller.select(*inputs, None if deterministic else noise(inputs[0], 3))
     assert chosen["picks"].shape == (len(inputs[0]), 5)
     assert chosen["valid"].sum(1).tolist() == [min(5, n) for n in inputs[1].sum(1).tolist()]
+    assert (chosen["picks"][~chosen["valid"]] == 0).all()  # what is stored is an index of some candidate in any case
     log_prob, entropy = small.controller.evaluate(*inputs, chosen)
     close(log_prob, chosen["log_prob"])
     assert (log_prob[~chosen["valid"]] == 0).all() and (log_prob[chosen["valid"]] != 0).all()
