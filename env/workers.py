@@ -187,15 +187,16 @@ class WorkerPool(Pool):
 
 
 def _processor(worker, workers):
-    """The processor for one of this learner's workers; None when the workers of this machine are more than those.
+    """The processor for one of this learner's workers; None when they would leave none for the learners.
 
     A worker and its SUMO take turns: on one processor neither has to be woken on another, which saves a fifth of a
-    control step. They are spread evenly, because neighbouring numbers may be two threads of one core.
+    control step. But a learner without a processor of its own must be free to share them evenly. Workers are spread,
+    because neighbouring numbers may be two threads of one core.
     """
     processors = sorted(os.sched_getaffinity(0))
     worker += int(os.environ.get("LOCAL_RANK", 0)) * workers
     workers *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return processors[worker * len(processors) // workers] if workers <= len(processors) else None
+    return processors[worker * len(processors) // workers] if workers < len(processors) else None
 
 
 def _prepare_child():
