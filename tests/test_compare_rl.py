@@ -23,8 +23,8 @@ from env.spaces import KEEP
 from runtime.memory import component, process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ("env.horizon_s=20", "phase2.train_batch_size=40", "phase2.fragment_length=20", "phase2.minibatch_size=10",
-        "phase2.epochs=1", "phase2.iterations=2")
+TINY = ("env.horizon_s=20", "data.margin=0", "phase1.augment.time_shift=0", "phase2.train_batch_size=40",
+        "phase2.fragment_length=20", "phase2.minibatch_size=10", "phase2.epochs=1", "phase2.iterations=2")
 
 
 def compare(*arguments):
@@ -86,7 +86,8 @@ def test_a_stopped_comparison_leaves_nobody_running(tmp_path):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()] and list(tmp_path.iterdir()) == []
+    left = [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]  # torch's own cache
+    assert not [pid for pid in tree if Path(f"/proc/{pid}").exists()] and left == []
 
 
 # ---- watching a contestant ---------------------------------------------------------------------------------------
