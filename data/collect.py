@@ -70,7 +70,10 @@ def collect(cfg, report=print):
     """Write every missing chunk of the plan and then metadata.json. Returns the raw folder."""
     folder = Path(cfg.data.folder) / "raw"
     for name in scenarios(cfg):
-        build_scenario(of_scenario(cfg, name), folder / "scenario")
+        try:
+            build_scenario(of_scenario(cfg, name), folder / "scenario")
+        except SumoError as error:
+            raise SumoError(f"data.scenarios={cfg.data.scenarios}: {error}") from None
     with only_writer(cfg.data.folder, report):
         check_settings(folder / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
         plan = episode_plan(cfg)

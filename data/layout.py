@@ -102,13 +102,18 @@ def only_writer(folder, report=print):
     """One process at a time prepares a data set; the kernel lets go of the lock however the process ends. Removes the
     temporary files of writers that were killed."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError:  # a data set that may only be read has no writers
+        yield
+        return
+    with lock:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             report(f"{folder}: waiting for another process that prepares this data set")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         for left in [*folder.glob("raw/.*.json.*"), *folder.glob("processed/*/.*.*")]:
             left.unlink()
         yield

@@ -1,4 +1,5 @@
 """Where data lie while training: graphs on disk below a size limit, or copied to memory; slow drives are named."""
+import contextlib
 import fcntl
 import os
 import re
@@ -62,7 +63,8 @@ def size_of(folder):
 # ---- the graphs of several settings side by side ---------------------------------------------------------------
 
 def mark_used(folder):
-    os.utime(folder / "metadata.json")
+    with contextlib.suppress(OSError):  # a data set of somebody else
+        os.utime(folder / "metadata.json")
 
 
 def make_room(newest, limit_gb, report):

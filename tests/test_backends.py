@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import env as env_package
-from env.baselines import BASELINES
+from env.baselines import make_baseline
 from env.inprocess import LibSumo
 from env.launch import SumoError
 from env.wire import Accelerate, ChangeLane, SetModes
@@ -32,9 +32,9 @@ def test_every_reading_of_300_steps_equals_the_stock_getters(make, networks, net
     """Vehicle by vehicle and value by value, while ICVs are commanded."""
     env, rng, compared = make(scenario=networks[network], max_vehicles=600), np.random.default_rng(0), 0
     observation, _ = env.reset(seed=1)
-    stock = env.simulator.client.vehicle
+    stock, advise = env.simulator.client.vehicle, make_baseline("lane_advice", env.cfg)
     for _ in range(STEPS):
-        observation, *_ = env.command(*BASELINES["lane_advice"](observation, 5, rng))
+        observation, *_ = env.command(*advise(observation, 5, rng))
         ids, records, lanes, routes, _ = env.simulator.read(env.time)
         names = [name.decode() for name in ids]
         assert names == sorted(stock.getIDList())

@@ -147,7 +147,7 @@ def test_collection_over_several_scenarios(tmp_path):
 
 
 def test_unknown_scenario_is_refused_before_any_simulation(tmp_path):
-    with pytest.raises(Exception, match="rign"):
+    with pytest.raises(Exception, match="data.scenarios=.*'rign'"):
         collect(config(tmp_path / "set", "data.scenarios=[corridor, rign]"), silent)
     assert not list((tmp_path / "set").rglob("*.json"))
 

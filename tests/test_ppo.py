@@ -158,7 +158,8 @@ def test_update_reads_the_device_once_per_optimiser_step(small, scaling):
 
 LR = 1e-4
 WORDS = ["--config", str(ROOT / "configs/smoke.yaml"), "run.threads=1", "rollout.num_workers=2",
-         "rollout.num_envs_per_worker=1", "env.horizon_s=25.0", "phase2.iterations=2", "phase2.checkpoint_every=1",
+         "rollout.num_envs_per_worker=1", "env.horizon_s=25.0", "data.margin=0",
+         "phase1.augment.time_shift=0", "phase2.iterations=2", "phase2.checkpoint_every=1",
          "phase2.epochs=2", "phase2.train_batch_size=100", "phase2.fragment_length=25", "phase2.minibatch_size=20",
          f"phase2.lr={LR}"]
 LEARNED = 2 * 2 * 100 // 20

@@ -393,7 +393,7 @@ def test_unknown_scenario(tmp_path, name, words):
 
 def test_refused_numbers_come_with_netconverts_words(tmp_path, monkeypatch):
     wrong = '<connection from="nowhere" to="main0" fromLane="0" toLane="0"/>'
-    monkeypatch.setattr("env.scenarios._link", lambda *_: wrong)
+    monkeypatch.setattr("env.networks._link", lambda *_: wrong)
     with pytest.raises(SumoError, match="(?s)netconvert refused the network of scenario 'corridor'.*nowhere"):
         build_scenario(Config(), tmp_path)
     assert os.listdir(tmp_path) == []
