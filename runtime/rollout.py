@@ -5,6 +5,7 @@ own place of the pool's block of shared memory, and waits for the command that a
 one step of each is under way: that is all that is ever prefetched. A worker that does not answer in time is a
 WorkerError that names it (env/workers.py).
 """
+import os
 import time
 
 import numpy as np
@@ -141,8 +142,11 @@ class Collector:
 
 
 def alternating(groups):
-    """The pool's groups; one group is halved, so that half of it simulates while the other half's turn is computed."""
-    if len(groups) > 1 or len(groups[0]) == 1:
+    """The pool's groups; one group is halved, so that half of it simulates while the other half's turn is computed.
+
+    Not where its simulators keep all processors busy: one larger batch then costs less than two.
+    """
+    if len(groups) > 1 or not 1 < len(groups[0]) < len(os.sched_getaffinity(0)):
         return groups
     return [groups[0][::2], groups[0][1::2]]
 

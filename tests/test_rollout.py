@@ -251,10 +251,12 @@ def test_noise_differs_between_runs_phases_and_iterations(change):
 
 # ---- hand-over ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("groups, turns", [([[0, 2], [1, 3]], 2), ([[0, 1, 2, 3]], 2), ([[0], [1], [2], [3]], 4)])
-def test_one_step_of_each_environment_is_under_way_while_groups_take_turns(groups, turns):
+@pytest.mark.parametrize("groups, turns, processors", [
+    ([[0, 2], [1, 3]], 2, 2), ([[0, 1, 2, 3]], 2, 5), ([[0, 1, 2, 3]], 1, 4), ([[0], [1], [2], [3]], 4, 8)])
+def test_one_step_of_each_environment_is_under_way_while_groups_take_turns(groups, turns, processors, monkeypatch):
     """Nothing is queued: at most one step per environment (CountingPool refuses a second), and while one group's
-    results are awaited the others simulate. A pool's only group is halved."""
+    results are awaited the others simulate. A pool's only group is halved where processors are left to compute on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
     pool = CountingPool(True, groups)
     collector = Collector(pool, CheckingDriver(), 7, 2)
     collector.begin(0)
