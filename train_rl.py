@@ -7,6 +7,7 @@
 Every learner samples with its own workers and gradients are averaged (decentralised PPO). GNN, world model and shield
 are frozen: their features are computed once, at rollout. Interrupt it and start it again: it continues.
 """
+import functools
 import math
 import os
 import sys
@@ -18,8 +19,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configs import ConfigError
 from configs.command_line import parse
+from env.baselines import make_baseline
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
+from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
 from runtime.distributed import StopRequest, start_team, wrap
@@ -58,24 +61,28 @@ def phase2(cfg, team, stop):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         span = Span(pool.num_envs, team)
         steps = steps_per_env(p, span, team)
-        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
-        collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
+        policy, rule = (make(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
+                        for make in (Driver, functools.partial(RuleDriver, lambda: make_baseline(p.imitate, cfg))))
+        collector = Collector(pool, policy, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
         boundary = True
         while c["epoch"] < p.iterations:
+            imitate = c["epoch"] < p.imitate_iterations
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
+                collector.driver = rule if imitate else policy
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
-            log = update(cfg, team, span, progress, module, rollout, precision)
+            log = update(cfg, team, span, progress, module, rollout, precision, imitate)
             rollout = None  # before the next one is collected
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
                            memory_mb=sum(tree_memory().values()))
             asked = team.any(stop.asked)
-            boundary = asked or c["epoch"] == p.iterations or c["epoch"] % p.checkpoint_every == 0
+            boundary = (asked or c["epoch"] in (p.iterations, p.imitate_iterations)
+                        or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
@@ -118,21 +125,27 @@ def add_advantages(cfg, team, rollout):
     rollout.fixed.update({name: value.numpy() for name, value in zip(("advantage", "return", "cost_return"), values)})
 
 
-def update(cfg, team, span, progress, module, rollout, precision):
-    """PPO's epochs over one rollout; stops early when the KL of all ranks together passes the target."""
-    p, c, passes = cfg.phase2, progress.counters, []
+def update(cfg, team, span, progress, module, rollout, precision, imitate=False):
+    """PPO's epochs over one rollout; stops early when the KL of all ranks together passes the target.
+
+    `imitate`: the rollout is a rule's, of whom the controller learns everything but how much to explore.
+    """
+    p, c, passes, log_std = cfg.phase2, progress.counters, [], progress.model.controller.log_std
+    before = log_std.detach().clone()
     rescale_values(progress.model.controller, team, rollout)
     minibatches = Minibatches(rollout, LEARN, team.device)
     for epoch in range(p.epochs):
         logs = []
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
-            arguments = minibatches(rows), p.minibatch_size / team.world  # DDP averages over ranks
+            arguments = minibatches(rows), p.minibatch_size / team.world, imitate  # DDP averages over ranks
             log, norm, skipped = optimiser_step(module, [arguments], progress.optimizer, precision, p.clip_norm)
             c["updates"] += not skipped
             logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         passes.append(mean_logs(team, logs))
         if passes[-1]["kl"] > p.target_kl:  # the same number on every rank: they stop together
             break
+    if imitate:
+        log_std.data.copy_(before)
     means = {name: sum(log[name] for log in passes) / len(passes) for name in passes[0]}
     return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
 

@@ -58,14 +58,16 @@ class PPOLoss(nn.Module):
         super().__init__()
         self.controller, self.ppo = model.controller, ppo
 
-    def forward(self, batch, count):
+    def forward(self, batch, count, imitate=False):
         """batch: one of runtime.storage.Minibatches, candidates as rows [R, F] and their `place` [B, C], 0 = none.
-        Returns (loss, sums for the log)."""
+        Returns (loss, sums for the log). `imitate`: the batch holds a rule's choices, all of them worth learning."""
         candidates, place, scene = batch["candidates"].float(), batch["place"], batch["scene"].float()
         scores = self.controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
         picked, chosen = candidates[place.gather(1, batch["picks"])], stored_choice(batch)
-        return ppo_terms(self.controller, self.controller.evaluate_picked(scores, picked, scene, chosen), scene, batch,
-                         self.ppo, count)
+        evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
+        if imitate:  # with ratio 1 and advantage 1, the surrogate's gradient is that of the log-likelihood
+            batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.ones_like(batch["advantage"])}
+        return ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
 
 
 def stored_choice(batch):

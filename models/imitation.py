@@ -1,0 +1,62 @@
+"""Warm start of phase 2: a rule drives, and the controller learns to choose and to command as the rule does."""
+import math
+
+import numpy as np
+import torch
+
+from models.controller import ACCEL_CENTRE, ACCEL_RANGE
+from models.policy import Driver
+
+
+class RuleDriver(Driver):
+    """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms: first whom
+    the rule commands, in its order, then some of the policy's own picks, which are released.
+
+    `make_rule()` gives the rule of one episode: (observation, k, rng) -> (slot, accel, lane, brake), arrays of length k.
+    """
+
+    def __init__(self, make_rule, *args, **options):
+        self.make_rule, self.rules = make_rule, {}
+        super().__init__(*args, **options)
+
+    def forget(self, env=None):
+        """A new episode in one environment, or in all."""
+        super().forget(env)
+        for e in range(self.num_envs) if env is None else [env]:
+            self.rules[e] = self.make_rule(), np.random.default_rng(e)
+
+    def perceive(self, observation, envs, remember=True):
+        """As in Driver; the arrays go with the result, because rules read those."""
+        return {**super().perceive(observation, envs, remember), "arrays": observation, "envs": envs}
+
+    @torch.inference_mode()
+    def decide(self, seen, noise=None):
+        """As in Driver; `log_prob` stays that of the policy's own choice, which nobody learns from."""
+        choice, _ = super().decide(seen, noise)
+        for row, env in enumerate(seen["envs"]):
+            (rule, rng), k = self.rules[env], choice["picks"].shape[1]
+            wanted = rule({name: value[row] for name, value in seen["arrays"].items()}, k, rng)
+            follow({name: value[row] for name, value in choice.items() if value.dim() > 1}, wanted,
+                   seen["slots"][row][seen["valid"][row]])
+        return choice, self.commands(seen, choice)
+
+
+def follow(choice, wanted, slots):
+    """Overwrite one environment's choice (tensors [K], see Controller.select) with a rule's commands `wanted` (slot,
+    accel, lane, ...); `slots` are those of the candidates. A slot that is not among them is no command."""
+    place = {int(slot): i for i, slot in enumerate(slots)}
+    own = [j for j, slot in enumerate(wanted[0]) if int(slot) in place]
+    picks = [place[int(wanted[0][j])] for j in own]
+    picks += [p for p in choice["picks"][choice["valid"]].tolist() if p not in picks]
+    picks, n = picks[:len(choice["picks"])], len(own)
+    choice["valid"][:] = torch.arange(len(choice["valid"])) < len(picks)
+    choice["picks"][:len(picks)] = torch.tensor(picks, dtype=torch.long)
+    choice["release"][:n], choice["release"][n:] = False, True
+    choice["u"][:n] = pre_squash(torch.as_tensor(wanted[1][own], dtype=torch.float32))
+    choice["lane"][:n] = torch.as_tensor(wanted[2][own])
+
+
+def pre_squash(accel):
+    """Inverse of controller.acceleration, m/s^2 -> u; NaN ("the driver keeps the speed") becomes 0 m/s^2."""
+    share = (accel.nan_to_num(0.0) - ACCEL_CENTRE) / ACCEL_RANGE
+    return torch.atanh(share.clamp(-0.95, 0.95))

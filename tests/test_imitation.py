@@ -1,0 +1,111 @@
+"""Warm start: a rule's commands as choices of the policy, and what the controller learns of them."""
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_ppo import ALONE, CPU, E, config, rollout_of
+
+import train_rl
+from configs import Config
+from env.baselines import make_baseline
+from env.workers import make_pool
+from models.controller import acceleration
+from models.imitation import RuleDriver, follow, pre_squash
+from models.losses import PPOLoss, stored_choice
+from models.policy import TrafficModel
+from runtime.precision import Precision
+from runtime.storage import Minibatches
+
+K, NOBODY = 5, 99
+
+
+def choice_of(picks):
+    """What the policy chose: `picks`, padded."""
+    valid = torch.arange(K) < len(picks)
+    return {"picks": torch.tensor(picks + [0] * (K - len(picks))), "valid": valid, "release": torch.rand(K) < 0.5,
+            "u": torch.randn(K), "lane": torch.ones(K, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("own, picks, slots, expected", [
+    ([], [3, 0, 2, 1, 4], range(10, 16), [3, 0, 2, 1, 4]),                # nobody is commanded: all released
+    ([12, 15], [3, 0, 2, 1, 4], range(10, 16), [2, 5, 3, 0, 1]),          # the rule's first, nobody twice, K at most
+    ([15, 14, 13, 12, 11], [0, 1, 2, 3, 4], range(10, 16), [5, 4, 3, 2, 1]),
+    ([11], [1, 0], [10, 11], [1, 0]),                                     # fewer ICVs than K
+    ([], [], [], [])])
+def test_choice_is_the_rules_and_the_rest_is_released(own, picks, slots, expected):
+    pad = K - len(own)
+    wanted = (np.array(own + [NOBODY] * pad), np.array([-2.0] * len(own) + [0.0] * pad), np.array(
+        [0] * len(own) + [1] * pad), np.zeros(K))
+    choice = choice_of(picks)
+    follow(choice, wanted, torch.tensor(list(slots), dtype=torch.long))
+    assert choice["picks"][choice["valid"]].tolist() == expected
+    assert choice["release"].tolist() == [False] * len(own) + [True] * pad
+    assert choice["lane"][:len(own)].tolist() == [0] * len(own)
+    torch.testing.assert_close(acceleration(choice["u"][:len(own)]), torch.full((len(own),), -2.0))
+
+
+def test_accelerations_survive_the_squashing():
+    wanted = torch.tensor([-2.5, -1.0, 0.0, 1.8])
+    torch.testing.assert_close(acceleration(pre_squash(wanted)), wanted)
+    assert torch.isfinite(pre_squash(torch.tensor([-3.0, 2.0, -50.0]))).all()
+    torch.testing.assert_close(acceleration(pre_squash(torch.tensor([torch.nan]))), torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["lane_advice", "follower_stopper"])
+def test_rule_drives_through_the_policys_interface(name, scenarios):
+    cfg = Config()
+    cfg.model.preset, cfg.env.warmup_s, cfg.env.max_vehicles, cfg.shield.enabled = "small", 120.0, 200, False
+    with make_pool(cfg, 0, 2, scenarios) as pool:
+        pool.reset([1, 2])
+        driver = RuleDriver(lambda: make_baseline(name, cfg), TrafficModel(cfg), 2, 200)
+        observation = {key: pool.arrays[key].copy() for key in pool.final}
+        choice, commands = driver.decide(driver.perceive(observation, [0, 1]))
+        for row in range(2):
+            slot, accel, lane, _ = make_baseline(name, cfg)(
+                {key: value[row] for key, value in observation.items()}, K, np.random.default_rng(row))
+            sent = commands["slot"][row] < 200
+            assert sent.sum() == (slot < 200).sum() > 0 and choice["valid"][row].all()
+            np.testing.assert_array_equal(commands["slot"][row][sent], slot[sent])
+            np.testing.assert_array_equal(commands["lane"][row][sent], lane[sent])
+            limited = np.clip(np.nan_to_num(accel[sent]), -2.875, 1.875)  # the ends of the squashing
+            np.testing.assert_allclose(commands["accel"][row][sent], limited, atol=1e-3)
+
+
+# ---- learning ----------------------------------------------------------------------------------------------------
+
+def likelihood(controller, rollout):
+    """Log-likelihood of all stored picks."""
+    batch = Minibatches(rollout, train_rl.LEARN, CPU)(np.arange(rollout.steps * E))
+    candidates, place = batch["candidates"].float(), batch["place"]
+    scores = controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
+    picked = candidates[place.gather(1, batch["picks"])]
+    return controller.evaluate_picked(scores, picked, batch["scene"].float(), stored_choice(batch))[0].sum()
+
+
+def test_gradient_of_imitation_is_that_of_the_likelihood(small):
+    """Advantages and old probabilities, which are not the rule's, must not matter."""
+    ppo, rollout = config().phase2, rollout_of(small.controller)
+    ppo.value_weight = ppo.cost_value_weight = ppo.entropy_weight = 0.0
+    one, other = copy.deepcopy(small), copy.deepcopy(small)
+    loss, log = PPOLoss(one, ppo)(Minibatches(rollout, train_rl.LEARN, CPU)(np.arange(rollout.steps * E)), 4.0, True)
+    loss.backward(), (-likelihood(other.controller, rollout) / 4.0).backward()
+    assert log["kl"] == 0 and log["clip_share"] == 0
+    for (name, ours), theirs in zip(one.controller.named_parameters(), other.controller.parameters()):
+        if theirs.grad is not None:  # the values' networks
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_imitation_learns_the_choices_and_keeps_exploring(small):
+    model, cfg = copy.deepcopy(small), config()
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    rollout, span = rollout_of(model.controller), train_rl.Span(E, ALONE)
+    before, explore = float(likelihood(model.controller, rollout)), float(model.controller.log_std)
+    progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
+                               optimizer=torch.optim.Adam(model.controller.parameters(), 1e-3))
+    for _ in range(5):
+        train_rl.update(cfg, ALONE, span, progress, PPOLoss(model, cfg.phase2), rollout,
+                        Precision(cfg.phase2.amp, CPU), imitate=True)
+    assert float(likelihood(model.controller, rollout)) > before + 5
+    assert float(model.controller.log_std) == explore
