@@ -62,7 +62,7 @@ def phase2(cfg, team, stop):
         span = Span(pool.num_envs, team)
         steps = steps_per_env(p, span, team)
         policy, rule = (make(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
-                        for make in (Driver, functools.partial(RuleDriver, lambda: make_baseline(p.imitate, cfg))))
+                        for make in (Driver, functools.partial(RuleDriver, lambda: imitated(cfg))))
         collector = Collector(pool, policy, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
         boundary = True
         while c["epoch"] < p.iterations:
@@ -168,6 +168,11 @@ def summarise(team, batch):
         float(batch["reward"].sum()), float(batch["cost"].sum()), batch["reward"].numel(),
         float((batch["release"] & active).sum()), float(active.sum())])
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
+
+
+def imitated(cfg):
+    """The rule of the warm start for one episode: (observation, k) -> commands."""
+    return functools.partial(make_baseline(cfg.phase2.imitate, cfg), rng=np.random.default_rng(cfg.run.seed))
 
 
 def one_learner_per_gpu(cfg):

@@ -1,7 +1,6 @@
 """Warm start of phase 2: a rule drives, and the controller learns to choose and to command as the rule does."""
 import math
 
-import numpy as np
 import torch
 
 from models.controller import ACCEL_CENTRE, ACCEL_RANGE
@@ -12,7 +11,7 @@ class RuleDriver(Driver):
     """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms: first whom
     the rule commands, in its order, then some of the policy's own picks, which are released.
 
-    `make_rule()` gives the rule of one episode: (observation, k, rng) -> (slot, accel, lane, brake), arrays of length k.
+    `make_rule()` gives the rule of one episode: (observation, k) -> (slot, accel, lane, brake), arrays of length k.
     """
 
     def __init__(self, make_rule, *args, **options):
@@ -23,7 +22,7 @@ class RuleDriver(Driver):
         """A new episode in one environment, or in all."""
         super().forget(env)
         for e in range(self.num_envs) if env is None else [env]:
-            self.rules[e] = self.make_rule(), np.random.default_rng(e)
+            self.rules[e] = self.make_rule()
 
     def perceive(self, observation, envs, remember=True):
         """As in Driver; the arrays go with the result, because rules read those."""
@@ -34,8 +33,8 @@ class RuleDriver(Driver):
         """As in Driver; `log_prob` stays that of the policy's own choice, which nobody learns from."""
         choice, _ = super().decide(seen, noise)
         for row, env in enumerate(seen["envs"]):
-            (rule, rng), k = self.rules[env], choice["picks"].shape[1]
-            wanted = rule({name: value[row] for name, value in seen["arrays"].items()}, k, rng)
+            observation = {name: value[row] for name, value in seen["arrays"].items()}
+            wanted = self.rules[env](observation, choice["picks"].shape[1])
             follow({name: value[row] for name, value in choice.items() if value.dim() > 1}, wanted,
                    seen["slots"][row][seen["valid"][row]])
         return choice, self.commands(seen, choice)

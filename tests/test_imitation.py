@@ -59,7 +59,8 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
     cfg.model.preset, cfg.env.warmup_s, cfg.env.max_vehicles, cfg.shield.enabled = "small", 120.0, 200, False
     with make_pool(cfg, 0, 2, scenarios) as pool:
         pool.reset([1, 2])
-        driver = RuleDriver(lambda: make_baseline(name, cfg), TrafficModel(cfg), 2, 200)
+        cfg.phase2.imitate = name
+        driver = RuleDriver(lambda: train_rl.imitated(cfg), TrafficModel(cfg), 2, 200)
         observation = {key: pool.arrays[key].copy() for key in pool.final}
         choice, commands = driver.decide(driver.perceive(observation, [0, 1]))
         for row in range(2):
@@ -101,11 +102,11 @@ def test_imitation_learns_the_choices_and_keeps_exploring(small):
     model, cfg = copy.deepcopy(small), config()
     model.freeze("risk_gnn", "world_model", "safety_shield")
     rollout, span = rollout_of(model.controller), train_rl.Span(E, ALONE)
-    before, explore = float(likelihood(model.controller, rollout)), float(model.controller.log_std)
+    before, explore = likelihood(model.controller, rollout).item(), model.controller.log_std.item()
     progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
                                optimizer=torch.optim.Adam(model.controller.parameters(), 1e-3))
     for _ in range(5):
         train_rl.update(cfg, ALONE, span, progress, PPOLoss(model, cfg.phase2), rollout,
                         Precision(cfg.phase2.amp, CPU), imitate=True)
-    assert float(likelihood(model.controller, rollout)) > before + 5
-    assert float(model.controller.log_std) == explore
+    assert likelihood(model.controller, rollout).item() > before + 5
+    assert model.controller.log_std.item() == explore
