@@ -65,9 +65,11 @@ class PPOLoss(nn.Module):
         scores = self.controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
         picked, chosen = candidates[place.gather(1, batch["picks"])], stored_choice(batch)
         evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
-        if imitate:  # with ratio 1 and advantage 1, the surrogate's gradient is that of the log-likelihood
-            batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.ones_like(batch["advantage"])}
-        return ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
+        if imitate:  # the surrogate vanishes, the log-likelihood takes its place
+            batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.zeros_like(batch["advantage"])}
+        loss, log = ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
+        likelihood = evaluated[0].sum() / count
+        return (loss - likelihood, {**log, "loss_policy": -likelihood.detach()}) if imitate else (loss, log)
 
 
 def stored_choice(batch):

@@ -20,7 +20,7 @@ VOCABULARY = {
     "rmse_position_h_cv": "the same of 'constant velocity', m",
     "conflict_rate": "share of held-out targets with a conflict",
     "loss_conflict": "held-out cross entropy of the conflict probability",
-    "loss_policy": "PPO's clipped surrogate",
+    "loss_policy": "PPO's clipped surrogate; of the warm start, minus the log-likelihood of the rule's choices",
     "loss_value": "squared error of the value head",
     "loss_cost_value": "squared error of the cost-value head",
     "loss_world_model": "auxiliary world-model loss of phase 3",

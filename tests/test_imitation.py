@@ -91,8 +91,10 @@ def test_gradient_of_imitation_is_that_of_the_likelihood(small):
     ppo.value_weight = ppo.cost_value_weight = ppo.entropy_weight = 0.0
     one, other = copy.deepcopy(small), copy.deepcopy(small)
     loss, log = PPOLoss(one, ppo)(Minibatches(rollout, train_rl.LEARN, CPU)(np.arange(rollout.steps * E)), 4.0, True)
-    loss.backward(), (-likelihood(other.controller, rollout) / 4.0).backward()
-    assert log["kl"] == 0 and log["clip_share"] == 0
+    expected = -likelihood(other.controller, rollout) / 4.0
+    loss.backward(), expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert log["loss_policy"] == loss and log["kl"] == 0 and log["clip_share"] == 0
     for (name, ours), theirs in zip(one.controller.named_parameters(), other.controller.parameters()):
         if theirs.grad is not None:  # the values' networks
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
