@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from configs.command_line import parse
 from env.baselines import BASELINES, make_baseline
 from env.score import paired_score
 from env.traffic_env import check_scenario
-from env.workers import make_pool
+from env.workers import WorkerError, make_pool
 from models.policy import Driver, TrafficModel
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
@@ -109,7 +110,7 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
         drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
         if model is not None:
             drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
-        running, audits, log = {}, {}, []
+        running, audits, log, lost = {}, {}, [], Counter()
         while waiting or running:
             for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
                 for _, summary in pool.receive([env]) if env in running else ():
@@ -118,6 +119,8 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
                     log += audits[env].lines
                     say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
                         f"{summary['arrived']} of {summary['loaded']} arrived")
+                if env in running and pool.arrays["lost"][env]:
+                    waiting.append(try_again(running.pop(env), lost, cfg.rollout.restarts))
                 if waiting and env not in running:
                     name, seed = running[env] = waiting.pop()
                     pool.reset([seed], [env])
@@ -127,6 +130,14 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
                     command(pool, env, drivers[running[env][0]], audits[env])
                     pool.send([env])
     return score(rows, jobs), sorted(log)
+
+
+def try_again(job, lost, restarts):
+    """The job whose simulator crashed or froze, unless that has happened too often: then WorkerError."""
+    lost[job] += 1
+    if lost[job] > restarts:
+        raise WorkerError(f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times")
+    return job
 
 
 def command(pool, env, controller, audit):
@@ -278,4 +289,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, USER_ERRORS))
+    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))

@@ -262,14 +262,16 @@ def phase3(cfg, team, stop):
 
 
 def advantages(cfg, team, batch, price):
-    """GAE of reward and cost, combined at `price` per C_int and normalised over all ranks; also rescales the values.
+    """GAE of reward and cost, combined at `price` per C_int and normalised over all ranks.
 
-    Returns (advantage, return, cost return), each [T, E].
+    A lost step ends its episode as expected: what came before it is worth what the values say, and itself teaches
+    nothing. Returns (advantage, return, cost return), each [T, E].
     """
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
-    ends = batch["terminated"], batch["ended"], ppo.gamma, ppo.gae_lambda
-    reward = objectives.gae(batch["reward"], batch["value"], batch["next_value"], *ends)
-    cost = objectives.gae(batch["cost"], batch["cost_value"], batch["next_cost_value"], *ends)
+    lost = batch["lost"]
+    ends = batch["terminated"] | lost, batch["ended"], ppo.gamma, ppo.gae_lambda
+    reward, cost = (objectives.gae(torch.where(lost, batch[value], batch[name]), batch[value], batch[f"next_{value}"],
+                                   *ends) for name, value in (("reward", "value"), ("cost", "cost_value")))
     combined = objectives.combined_advantage(reward[0], cost[0], per_step)
     return objectives.normalise(combined, *team.moments(combined)), reward[1], cost[1]
 

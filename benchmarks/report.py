@@ -5,7 +5,7 @@ import os
 import statistics
 from pathlib import Path
 
-from env.workers import settle
+from env.worker import settle
 
 
 def alternate(ways, repeat):

@@ -1,8 +1,10 @@
 """The block of shared memory between learner and workers, and the environments on the worker's side of it."""
 import gc
+import sys
 
 import numpy as np
 
+from env.launch import SumoError
 from env.spaces import observation_space
 from env.traffic_env import make_env
 
@@ -17,7 +19,7 @@ def block_layout(cfg):
     k = (cfg.env.max_commands,)
     rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
             "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
-            "truncated": ((), np.bool_), "seconds": ((len(SECONDS),), np.float32)}
+            "truncated": ((), np.bool_), "lost": ((), np.bool_), "seconds": ((len(SECONDS),), np.float32)}
     return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
 
 
@@ -35,11 +37,16 @@ def map_block(buffer, cfg, envs):
 
 
 class Environments:
-    """The environments of one worker and their place in the block: used in workers and by the serial pool."""
+    """The environments of one worker and their place in the block: used in workers and by the serial pool.
+
+    A simulator that crashed or froze costs its episode only: the step is marked in `lost`, and the next episode begins
+    in a new SUMO process. After `rollout.restarts` of them without one good step in between, the error is raised.
+    """
 
     def __init__(self, cfg, indices, arrays, final, folder):
-        self.arrays, self.final = arrays, final
+        self.arrays, self.final, self.restarts = arrays, final, cfg.rollout.restarts
         self.envs = {index: make_env(cfg, folder) for index in indices}
+        self.failures = dict.fromkeys(indices, 0)
         self.idle = 0.0  # how long the worker has waited for orders
 
     def run(self, orders):
@@ -48,23 +55,51 @@ class Environments:
                 for summary in [self._run_one(index, what, seed)] if summary is not None]
 
     def _run_one(self, index, what, seed):
+        summary, lost = None, what == "step" and self.envs[index].simulator is None  # this worker is a new one
+        if what == "step" and not lost:
+            try:
+                summary = self._step(index)
+                self.failures[index] = 0
+            except SumoError as error:
+                self._replace(index, error)
+                lost = True
+        if seed is not None and (what == "reset" or summary or lost):
+            self._reset(index, seed)
+        self.arrays["lost"][index] = lost
+        return summary
+
+    def _step(self, index):
+        """One control step; returns the summary of the episode if it ended."""
         env, a = self.envs[index], self.arrays
-        if what == "reset":
-            gc.collect()  # workers do not collect in between
-            self._write(a, index, env.reset(seed=seed)[0])
-            return None
         views = {name: a[name][index] for name in self.final}
-        _, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
-            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index], views)
-        a["cost"][index] = info["cost"]
+        for name in ("reward", "cost", "terminated", "truncated", "seconds"):
+            a[name][index] = 0  # what a lost step is worth
+        _, reward, terminated, truncated, info = env.command(a["slot"][index], a["accel"][index], a["lane"][index],
+                                                             a["brake"][index], views)
+        a["reward"][index], a["cost"][index] = reward, info["cost"]
+        a["terminated"][index], a["truncated"][index] = terminated, truncated
         a["seconds"][index] = *env.seconds, self.idle
         self.idle = 0.0
         if "episode" not in info:
             return None
         self._write(self.final, index, views)
-        if seed is not None:
-            self._run_one(index, "reset", seed)
         return {**info["episode"], "seed": info["seed"]}
+
+    def _reset(self, index, seed):
+        gc.collect()  # workers do not collect in between
+        while True:
+            try:
+                return self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])
+            except SumoError as error:
+                self._replace(index, error)
+
+    def _replace(self, index, error):
+        """Note that the simulator has gone (the next reset starts another); too often in a row is an error."""
+        self.failures[index] += 1
+        if self.failures[index] > self.restarts:
+            raise error
+        print(f"environment {index} (seed {self.envs[index].seed}): {error}\n... its episode is lost, SUMO starts anew",
+              file=sys.stderr, flush=True)
 
     @staticmethod
     def _write(arrays, index, observation):

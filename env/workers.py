@@ -9,9 +9,10 @@ other group's actions.
     ended = pool.receive(group)             [(environment, episode summary)] of the episodes that ended
 
 After `receive`, `pool.arrays[name][env]` holds the observation; where an episode ended, `pool.final[name][env]` holds
-its last observation and `arrays` that of the next episode, if `next_seeds` gave one.
+its last observation and `arrays` that of the next episode, if `next_seeds` gave one. Where `pool.arrays["lost"][env]`
+is set, simulator or worker crashed or froze during the step and was replaced: the step and the rest of its episode do
+not exist, and `arrays` holds the next episode's first observation.
 """
-import gc
 import mmap
 import multiprocessing.connection
 import os
@@ -19,8 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import traceback
 from pathlib import Path
 
 from env.block import SECONDS, Environments, map_block
@@ -108,61 +107,86 @@ class WorkerPool(Pool):
         os.ftruncate(self.memory, size)
         groups = [list(range(g, envs, envs_per_worker)) for g in range(envs_per_worker)]
         super().__init__(cfg, envs, groups, mmap.mmap(self.memory, size))
-        self.num_workers, self.per_worker, self.processes, self.pipes = num_workers, envs_per_worker, [], []
+        self.cfg, self.folder, self.num_workers, self.per_worker = cfg, folder, num_workers, envs_per_worker
+        self.processes, self.pipes = [None] * num_workers, [None] * num_workers
+        self.waiting = [[] for _ in range(num_workers)]  # orders that a worker has not answered yet
+        self.failures = [0] * num_workers                # since its last answer
         self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30
         try:
             for w in range(num_workers):
-                self._start_worker(cfg, range(w * envs_per_worker, (w + 1) * envs_per_worker), folder)
+                self._start_worker(w)
         except BaseException:
             self.close()
             raise
 
-    def _start_worker(self, cfg, indices, folder):
+    def _start_worker(self, w):
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                        "CUDA_VISIBLE_DEVICES": "",
                        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
         with theirs:
-            self.processes.append(subprocess.Popen(
-                [sys.executable, "-m", "env.workers", str(theirs.fileno()), str(self.memory)], env=environment,
-                pass_fds=(theirs.fileno(), self.memory), preexec_fn=_prepare_child))
-        self.pipes.append(multiprocessing.connection.Connection(ours.detach()))
-        processor = _processor(indices[0] // self.per_worker, self.num_workers) if cfg.rollout.pin_workers else None
-        self.pipes[-1].send((cfg, list(indices), self.num_envs, folder, processor))
+            self.processes[w] = subprocess.Popen(
+                [sys.executable, "-m", "env.worker", str(theirs.fileno()), str(self.memory)], env=environment,
+                pass_fds=(theirs.fileno(), self.memory), preexec_fn=_prepare_child)
+        self.pipes[w] = multiprocessing.connection.Connection(ours.detach())
+        processor = _processor(w, self.num_workers) if self.cfg.rollout.pin_workers else None
+        indices = range(w * self.per_worker, (w + 1) * self.per_worker)
+        self._tell(w, (self.cfg, list(indices), self.num_envs, self.folder, processor))
+
+    def _tell(self, w, message):
+        try:
+            self.pipes[w].send(message)
+        except OSError:
+            pass  # it has gone: `_answer_of` will see it
 
     def _dispatch(self, orders):
         by_worker = {}
         for i, order in orders.items():
             by_worker.setdefault(i // self.per_worker, []).append(order)
         for w, batch in by_worker.items():
-            try:
-                self.pipes[w].send(batch)
-            except OSError:
-                self._fail(w, "has gone")
+            self.waiting[w].append(batch)
+            self._tell(w, batch)
 
     def _collect(self, indices):
-        ended = []
-        for w in sorted({i // self.per_worker for i in indices}):
-            try:
-                if not self.pipes[w].poll(self.patience):
-                    self._fail(w, f"did not answer within {self.patience:.0f} s")
-                answer = self.pipes[w].recv()
-            except (EOFError, OSError):
-                self._fail(w, "has gone")
-            if isinstance(answer, str):
-                self._fail(w, "failed: " + answer)
-            ended += answer
-        return ended
+        return [end for w in sorted({i // self.per_worker for i in indices}) for end in self._answer_of(w)]
 
-    def _fail(self, w, what):
-        process = self.processes[w]
+    def _answer_of(self, w):
+        """What worker w says to the oldest of its orders, if need be after it was replaced."""
+        while True:
+            try:
+                if self.pipes[w].poll(self.patience):
+                    answer = self.pipes[w].recv()
+                    break
+                trouble = f"did not answer within {self.patience:.0f} s"
+            except (EOFError, OSError):
+                trouble = "has gone" + self._exit_code(w)
+            self._replace(w, trouble)
+        if isinstance(answer, str):
+            self.close()
+            raise WorkerError(f"rollout worker {w} failed: {answer}")
+        self.waiting[w].pop(0)
+        self.failures[w] = 0
+        return answer
+
+    def _exit_code(self, w):
         try:
-            code = process.wait(0.2)
-            what += f" (exit code {code})"
+            return f" (exit code {self.processes[w].wait(0.2)})"
         except subprocess.TimeoutExpired:
-            pass
-        self.close()
-        raise WorkerError(f"rollout worker {w} {what}")
+            return ""
+
+    def _replace(self, w, trouble):
+        """Start worker w anew and give it the orders that are open: it has no episode to step, so they are lost."""
+        self.failures[w] += 1
+        if self.failures[w] > self.cfg.rollout.restarts:
+            self.close()
+            raise WorkerError(f"rollout worker {w} {trouble}")
+        print(f"rollout worker {w} {trouble}: its episodes are lost, it starts anew", file=sys.stderr, flush=True)
+        self.pipes[w].close()
+        self.processes[w].kill()  # its simulators are killed by the kernel with it
+        self.processes[w].wait()
+        self._start_worker(w)
+        for batch in self.waiting[w]:
+            self._tell(w, batch)
 
     def modules(self):
         """Names of the modules loaded in each worker (a test asserts that torch is not among them)."""
@@ -172,9 +196,9 @@ class WorkerPool(Pool):
 
     def close(self):
         """End all workers and their simulators; safe to call twice."""
-        for pipe in self.pipes:
+        for pipe in filter(None, self.pipes):
             pipe.close()  # a worker that reads the end of its pipe closes its simulators and leaves
-        for process in self.processes:
+        for process in filter(None, self.processes):
             try:
                 process.wait(5.0)
             except subprocess.TimeoutExpired:
@@ -204,43 +228,3 @@ def _prepare_child():
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def settle(processor=None):
-    """Make this process a simulator's companion: on one processor, and without Python's garbage collector looking for
-    cycles in every step (environments make none; each reset collects)."""
-    if processor is not None:
-        os.sched_setaffinity(0, {processor})
-    gc.freeze()
-    gc.disable()
-
-
-def worker_main(pipe_fd, memory_fd):
-    """Serve orders until the pipe closes."""
-    pipe = multiprocessing.connection.Connection(pipe_fd)
-    cfg, indices, envs, folder, processor = pipe.recv()
-    settle(processor)
-    arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
-    environments = Environments(cfg, indices, arrays, final, folder)
-    try:
-        while True:
-            start = time.perf_counter()
-            orders = pipe.recv()
-            environments.idle = time.perf_counter() - start
-            pipe.send(sorted(sys.modules) if orders == "modules" else _answer(environments, orders))
-    except (EOFError, ConnectionError):
-        pass  # the pool was closed
-    finally:
-        environments.close()
-
-
-def _answer(environments, orders):
-    try:
-        return environments.run(orders)
-    except Exception:  # whatever it is, the parent must hear of it
-        about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
-        return f"{about}\n{traceback.format_exc()}"
-
-
-if __name__ == "__main__":
-    worker_main(int(sys.argv[1]), int(sys.argv[2]))

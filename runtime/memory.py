@@ -40,7 +40,7 @@ def component(pid):
         return "gone"
     if words[0].endswith("/sumo"):
         return "sumo"
-    if "env.workers" in words:
+    if "env.worker" in words:
         return "rollout worker"
     scripts = [Path(w).stem for w in words[1:] if w.endswith(".py")]
     modules = [words[i + 1] for i, w in enumerate(words[:-1]) if w == "-m"]

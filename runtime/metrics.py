@@ -40,6 +40,7 @@ VOCABULARY = {
     "ocr": "mean share of loaded vehicles that arrived, over ended episodes",
     "collisions": "collisions in ended episodes",
     "overflow_vehicles": "vehicle-steps beyond env.max_vehicles",
+    "lost_steps": "control steps lost to simulators or workers that crashed or froze",
     "shield_clips": "commands weakened by level 1 of the shield, share",
     "shield_emergencies": "emergency brakings by level 2 of the shield, share",
     "released": "share of picks that were released (no command)",

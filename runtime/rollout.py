@@ -2,8 +2,8 @@
 
 There is no queue between simulators and learner that could grow. Each environment hands over one observation, in its
 own place of the pool's block of shared memory, and waits for the command that answers it; groups take turns, so at most
-one step of each is under way: that is all that is ever prefetched. A worker that does not answer in time is a
-WorkerError that names it (env/workers.py).
+one step of each is under way: that is all that is ever prefetched. A worker that does not answer in time is replaced,
+and after some times a WorkerError that names it (env/workers.py). The steps that it lost are kept, marked as `lost`.
 """
 import os
 import time
@@ -56,7 +56,7 @@ class Collector:
         envs, start = self.pool.num_envs, time.perf_counter()
         self.rollout = Rollout(steps, envs, self.folder, self.spill_mb)
         self.facts = {"episodes": [], "clips": 0, "emergencies": 0, "commands": 0, "time_infer": 0.0, "time_wait": 0.0,
-                      "time_store": 0.0, "steps": steps * envs}
+                      "time_store": 0.0, "steps": steps * envs, "lost_steps": 0}
         for t in range(steps):
             for group in self.groups:
                 if t:
@@ -115,12 +115,17 @@ class Collector:
         self.facts["time_wait"] += time.perf_counter() - start
         for part, seconds in self.pool.spent(group).items():
             self.facts[f"time_{part}"] = self.facts.get(f"time_{part}", 0.0) + seconds
-        over = arrays["terminated"][group] | arrays["truncated"][group]
-        self.rollout.put(t, group, {**{name: arrays[name][group] for name in ("reward", "cost", "terminated")},
+        lost = arrays["lost"][group]
+        over = arrays["terminated"][group] | arrays["truncated"][group] | lost
+        self.rollout.put(t, group, {**{name: arrays[name][group] for name in ("reward", "cost", "terminated", "lost")},
                                     "ended": over})
         for env in ended:
             self.facts["episodes"].append(ended[env])
             self._set_next_values([env], t, self.pool.final)
+        gone = [env for env, is_lost in zip(group, lost) if is_lost]
+        self.rollout.fixed["pick_valid"][t, gone] = False  # what was commanded there has not happened
+        self.facts["lost_steps"] += len(gone)
+        for env in (*ended, *gone):
             self.driver.forget(env)
             self.begun[env] += 1
 

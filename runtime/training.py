@@ -131,6 +131,7 @@ def episode_facts(team, facts):
     f = dict(zip(own, team.all_sum(list(own.values()))))
     result = {"episodes": int(f["episodes"]), "shield_clips": f["clips"] / max(f["commands"], 1),
               "shield_emergencies": f["emergencies"] / max(f["commands"], 1),
+              "lost_steps": int(f["lost_steps"]),
               "env_steps_per_s": f["steps"] * team.world / max(f["time_collect"], 1e-9),
               **{key: f[key] / team.world for key in f if key.startswith("time_")}}
     if f["episodes"]:

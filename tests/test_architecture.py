@@ -130,7 +130,7 @@ def test_importing_a_module_does_no_work_and_needs_no_sumo(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("start", ["env.workers", "data.collect", "data.preprocess", "data.check"])
+@pytest.mark.parametrize("start", ["env.workers", "env.worker", "data.collect", "data.preprocess", "data.check"])
 def test_torch_is_not_loaded_where_it_must_not_be(start, tmp_path):
     """Rollout and collection processes are about 30 MB because they never load torch, not even through others."""
     loaded = python(MODULES_LOADED, start, cwd=tmp_path).split()

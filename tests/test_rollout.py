@@ -46,7 +46,7 @@ class CountingPool:
         self.arrays = {name: np.zeros(4, kind) for name, kind in fields.items()}
         self.arrays.update({name: np.zeros((4, 2), kind) for name, kind in rest.items()})
         self.arrays.update({name: np.full(4, np.nan, np.float32) for name in ("reward", "cost")})
-        self.arrays.update({name: np.zeros(4, bool) for name in ("terminated", "truncated")})
+        self.arrays.update({name: np.zeros(4, bool) for name in ("terminated", "truncated", "lost")})
         self.final = {name: np.zeros(4, kind) for name, kind in fields.items()}
         self.late, self.where, self.pending, self.seeds, self.under_way = late, [None] * 4, {}, [], []
 
@@ -269,7 +269,7 @@ def test_one_step_of_each_environment_is_under_way_while_groups_take_turns(group
 def test_worker_that_stops_answering_ends_the_rollout_by_name(scenarios, models, ends_soon):
     """The bound in time: no hand-over waits for ever, and nobody piles up orders meanwhile."""
     cfg = Config()
-    cfg.env.max_vehicles = 40
+    cfg.env.max_vehicles, cfg.rollout.restarts = 40, 0
     with make_pool(cfg, 2, 1, scenarios) as pool:
         collector = Collector(pool, Driver(models["small"], 2, 40), 7, 2)
         collector.begin(0)

@@ -229,7 +229,7 @@ def test_peak_memory_names_the_components(hogs):
 
 
 @pytest.mark.parametrize("command, name", [
-    (["/opt/wheel/bin/sumo", "60"], "sumo"), (["python", "-m", "env.workers", "3"], "rollout worker"),
+    (["/opt/wheel/bin/sumo", "60"], "sumo"), (["python", "-m", "env.worker", "3"], "rollout worker"),
     (["python", "-u", "/x/train_rl.py", "--config", "a.yaml"], "train_rl"),
     (["python", "-m", "data.collect"], "data.collect")])
 def test_components_are_told_by_the_command_line(command, name):

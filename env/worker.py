@@ -1,0 +1,50 @@
+"""A rollout worker's own process, on the other side of a WorkerPool (env/workers.py): `python -m env.worker`."""
+import gc
+import mmap
+import multiprocessing.connection
+import os
+import sys
+import time
+import traceback
+
+from env.block import Environments, map_block
+
+
+def settle(processor=None):
+    """Make this process a simulator's companion: on one processor, and without Python's garbage collector looking for
+    cycles in every step (environments make none; each reset collects)."""
+    if processor is not None:
+        os.sched_setaffinity(0, {processor})
+    gc.freeze()
+    gc.disable()
+
+
+def worker_main(pipe_fd, memory_fd):
+    """Serve orders until the pipe closes."""
+    pipe = multiprocessing.connection.Connection(pipe_fd)
+    cfg, indices, envs, folder, processor = pipe.recv()
+    settle(processor)
+    arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
+    environments = Environments(cfg, indices, arrays, final, folder)
+    try:
+        while True:
+            start = time.perf_counter()
+            orders = pipe.recv()
+            environments.idle = time.perf_counter() - start
+            pipe.send(sorted(sys.modules) if orders == "modules" else _answer(environments, orders))
+    except (EOFError, ConnectionError):
+        pass  # the pool was closed
+    finally:
+        environments.close()
+
+
+def _answer(environments, orders):
+    try:
+        return environments.run(orders)
+    except Exception:  # whatever it is, the parent must hear of it
+        about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
+        return f"{about}\n{traceback.format_exc()}"
+
+
+if __name__ == "__main__":
+    worker_main(int(sys.argv[1]), int(sys.argv[2]))
