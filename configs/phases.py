@@ -86,7 +86,7 @@ class PPOConfig:
     cost_weight: float = opt(1.5, "fixed price of one unit of C_int, in points of score (phase 3 learns it)", low=0)
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
-    imitate: str = opt("lane_advice", "rule of env/baselines.py that drives and is imitated at first", choices=BASELINES)
+    imitate: str = opt("lane_advice", "rule (env/baselines.py) that drives and is imitated at first", choices=BASELINES)
     imitate_iterations: int = opt(0, "for so many iterations, then PPO; 0 = PPO from the start", low=0)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
     spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)

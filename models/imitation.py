@@ -1,6 +1,4 @@
 """Warm start of phase 2: a rule drives, and the controller learns to choose and to command as the rule does."""
-import math
-
 import torch
 
 from models.controller import ACCEL_CENTRE, ACCEL_RANGE
