@@ -104,32 +104,36 @@ class Audit:
 def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
     """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
-    workers = min(cfg.evaluate.workers, len(jobs))
-    rows, waiting = [], jobs[::-1]
-    with make_pool(cfg, workers, 1, folder) as pool:
+    with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
         drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
         if model is not None:
             drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
-        running, audits, log, lost = {}, {}, [], Counter()
-        while waiting or running:
-            for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
-                for _, summary in pool.receive([env]) if env in running else ():
-                    name, seed = running.pop(env)
-                    rows.append({"controller": name, **summary, "seed": seed, **audits[env].counts})
-                    log += audits[env].lines
-                    say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
-                        f"{summary['arrived']} of {summary['loaded']} arrived")
-                if env in running and pool.arrays["lost"][env]:
-                    waiting.append(try_again(running.pop(env), lost, cfg.rollout.restarts))
-                if waiting and env not in running:
-                    name, seed = running[env] = waiting.pop()
-                    pool.reset([seed], [env])
-                    drivers[name].begin(env, seed)
-                    audits[env] = Audit(name, seed)
-                if env in running:
-                    command(pool, env, drivers[running[env][0]], audits[env])
-                    pool.send([env])
-    return score(rows, jobs), sorted(log)
+        rows, log = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, say)
+    return score(rows, jobs), log
+
+
+def run_jobs(pool, drivers, jobs, restarts, say=print):
+    """(rows, shield log) of the episodes `jobs`, (name of a driver, seed) each, as they end."""
+    rows, waiting, running, audits, log, lost = [], jobs[::-1], {}, {}, [], Counter()
+    while waiting or running:
+        for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
+            for _, summary in pool.receive([env]) if env in running else ():
+                name, seed = running.pop(env)
+                rows.append({"controller": name, **summary, "seed": seed, **audits[env].counts})
+                log += audits[env].lines
+                say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
+                    f"{summary['arrived']} of {summary['loaded']} arrived")
+            if env in running and pool.arrays["lost"][env]:
+                waiting.append(try_again(running.pop(env), lost, restarts))
+            if waiting and env not in running:
+                name, seed = running[env] = waiting.pop()
+                pool.reset([seed], [env])
+                drivers[name].begin(env, seed)
+                audits[env] = Audit(name, seed)
+            if env in running:
+                command(pool, env, drivers[running[env][0]], audits[env])
+                pool.send([env])
+    return rows, sorted(log)
 
 
 def try_again(job, lost, restarts):

@@ -21,7 +21,7 @@ MEAN_SPEED = 2  # column of the global metrics
 
 def none(observation, k, rng):
     """Nobody is commanded: SUMO's drivers only."""
-    return _commands(observation, k, [])
+    return commands(observation, k, [])
 
 
 def random(observation, k, rng):
@@ -29,7 +29,7 @@ def random(observation, k, rng):
     icvs = np.flatnonzero(observation["icv"])
     chosen = rng.permutation(icvs)[:k]
     lane = np.where(rng.random(len(chosen)) < 0.1, rng.integers(0, 3, len(chosen)), KEEP)
-    return _commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
+    return commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
 
 
 def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel):
@@ -50,7 +50,7 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
     chosen = np.flatnonzero(moves | slows)
     urgency = np.where(moves, distance - 1e6, wanted)[chosen]
     chosen = chosen[np.argsort(urgency, kind="stable")][:k]
-    return _commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
+    return commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
 
 
 def mean_speed_ahead(observation, ahead):
@@ -141,10 +141,11 @@ def _strongest(observation, k, accel, among=True):
     """Commands to the k ICVs with the lowest accelerations [n] of those `among`."""
     chosen = np.flatnonzero((observation["icv"] > 0) & among)
     chosen = chosen[np.argsort(accel[chosen], kind="stable")][:k]
-    return _commands(observation, k, chosen, accel[chosen])
+    return commands(observation, k, chosen, accel[chosen])
 
 
-def _commands(observation, k, slots, accel=(), lane=None):
+def commands(observation, k, slots, accel=(), lane=None):
+    """What a rule returns: the given accelerations (m/s^2) and lanes for the vehicles in `slots`, at most k."""
     count, out = len(slots), (np.full(k, len(observation["mask"])), np.zeros(k), np.full(k, KEEP), np.zeros(k))
     out[0][:count], out[1][:count] = slots, accel
     if lane is not None:

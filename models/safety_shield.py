@@ -1,14 +1,14 @@
 """Dual-mode safety shield: every command is checked before it is sent, for all vehicles at once.
 
-Level 1 clips the acceleration (a limit that falls with speed, and a bound that keeps a safe distance over the whole
-control interval even if the leader brakes fully) and vetoes lane changes that would cut a gap. Level 2 brakes hard
-when the time to collision or the time headway is too short. A learned risk head, trained in phase 3, forbids
-acceleration and lane changes where it foresees a conflict.
+Level 1 clips the acceleration (a limit that falls with speed, a bound that keeps a safe distance over the whole control
+interval even if the leader brakes fully, and the same bound, but no braking, for who may cut in) and vetoes lane
+changes that would cut a gap. Level 2 brakes hard when the time to collision or the time headway is too short. A learned
+risk head, trained in phase 3, forbids acceleration and lane changes where it foresees a conflict.
 """
 import torch
 from torch import nn
 
-from models.controller import KEEP, LEFT, SURROUND_FEATURES, SURROUND_MEAN, SURROUND_STD
+from models.controller import HAS_LEFT, HAS_RIGHT, KEEP, LEFT, SURROUND_FEATURES, SURROUND_MEAN, SURROUND_STD
 from models.presets import Normalizer, mlp
 
 NONE, CLIPPED, LANE_VETO, EMERGENCY, RISK = 0, 1, 2, 4, 8  # reasons; several add up
@@ -72,21 +72,29 @@ class SafetyShield(nn.Module):
     def limits(self, speed, surround):
         """(highest acceleration that level 1 allows, whether level 2 acts), each shaped as `speed`."""
         c, gap, lead_speed = self.cfg, surround[..., LEAD_GAP], surround[..., LEAD_SPEED]
-        free = gap - c.min_gap_m
+        by_speed = c.comfort_accel * (1 - speed / c.max_speed).clamp(min=0)
+        highest = torch.minimum(self.follow(speed, gap, lead_speed), by_speed)
+        for side, exists in ((LEFT_SIDE, HAS_LEFT), (RIGHT_SIDE, HAS_RIGHT)):
+            # Who drives in front on a lane beside may move over and does not expect to be accelerated at meanwhile.
+            cut_in = self.follow(speed, *surround[..., side].unbind(-1)[:2]).clamp(min=0)
+            highest = torch.where(surround[..., exists] > 0.5, torch.minimum(highest, cut_in), highest)
+        closing, open_gap = speed - lead_speed, gap.clamp(min=0)
+        danger = ((closing > 0.1) & (open_gap < c.ttc_s * closing)) | (open_gap < c.thw_s * speed)
+        return highest, danger
+
+    def follow(self, speed, gap, lead_speed):
+        """Highest acceleration over the control interval that is safe behind a leader, m/s^2."""
+        c, free = self.cfg, gap - self.cfg.min_gap_m
         target = safe_next_speed(free, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
         # Where the vehicle must stand before the interval is over, reaching 0 at its end would be too late.
         way = (free + lead_speed ** 2 / (2 * c.leader_decel)).clamp(min=1e-3)
-        by_gap = torch.where(way < speed * self.interval / 2, -speed ** 2 / (2 * way), (target - speed) / self.interval)
-        by_speed = c.comfort_accel * (1 - speed / c.max_speed).clamp(min=0)
-        closing, open_gap = speed - lead_speed, gap.clamp(min=0)
-        danger = ((closing > 0.1) & (open_gap < c.ttc_s * closing)) | (open_gap < c.thw_s * speed)
-        return torch.minimum(by_gap, by_speed), danger
+        return torch.where(way < speed * self.interval / 2, -speed ** 2 / (2 * way), (target - speed) / self.interval)
 
     def lane_is_free(self, to_left, speed, surround):
         """Whether the target lane exists and has a safe gap in front and behind for one control interval."""
         c = self.cfg
         side = torch.where(to_left[..., None], surround[..., LEFT_SIDE], surround[..., RIGHT_SIDE])
-        exists = torch.where(to_left, surround[..., 10], surround[..., 11]) > 0.5
+        exists = torch.where(to_left, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
         gap, lead_speed, rear_gap, rear_speed = side.unbind(-1)
         free = gap - c.min_gap_m
         target = safe_next_speed(free, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)

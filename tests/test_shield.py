@@ -62,6 +62,21 @@ def test_safe_speed_solves_its_equation(interval, own, leader):
     assert moving.any() and (~moving).any()
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_nobody_accelerates_at_who_may_cut_in(side):
+    """With all ICVs at full throttle in a jam, a human driver moved over in front of an ICV that had just begun to
+    accelerate for a second: 2.46 m between them, a collision in SUMO's count (2.5 m)."""
+    guard = shield()
+    beside = lambda gap, speed: around(9.88, 27.16, **{side: (gap, speed, 50.0, 0.0)})  # noqa: E731
+    accel, *_, reason = check(guard, 2.0, KEEP, 0.472, beside(3.27, 0.156))
+    way = 0.472 + accel / 2
+    assert 0 <= accel < 1.0 and reason == CLIPPED and 3.27 - way + 0.156 ** 2 / 18 > 2.5
+    assert check(guard, 2.0, KEEP, 0.472, around(9.88, 27.16))[0] > 1.9  # nobody there
+    assert check(guard, 2.0, KEEP, 0.472, beside(60.0, 0.156))[0] > 1.9  # far away
+    assert check(guard, 2.0, KEEP, 10.0, beside(-1.0, 0.0))[0] == 0.0    # level with it: no acceleration, no braking
+    assert check(guard, -1.0, KEEP, 10.0, beside(-1.0, 0.0))[0] == -1.0
+
+
 def test_safe_speed_rises_with_gap_and_leader_and_falls_with_speed():
     gap, fixed = torch.linspace(-20, 200, 500), torch.full((500,), 15.0)
     speeds = gap.clamp(min=0) / 5

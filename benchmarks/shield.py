@@ -1,0 +1,100 @@
+"""Does the shield keep the traffic safe from controllers that want the worst?
+
+    python -m benchmarks.shield --json shield.json
+    python -m benchmarks.shield --scenarios corridor --seeds 1-5 --json shield.json env.horizon_s=450
+
+In every control step three adversaries command all ICVs: "throttle" accelerates fully, "lanes" changes to another lane
+again and again, "erratic" does anything at random. Each drives with and without the shield, and with and without
+SUMO's own safe-speed check (bit 0 of env.speed_mode). Collisions are SUMO's, of every simulation step, counted as
+pairs. Without both they must happen, or the adversaries would show nothing. Exit code 1: one happened with the shield.
+"""
+import copy
+import sys
+import tempfile
+
+import numpy as np
+
+from benchmarks.report import finish
+from configs.command_line import parse
+from env.baselines import HAS_LEFT, commands
+from env.networks import NETWORKS
+from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
+from env.workers import WorkerError, make_pool
+from evaluate import BaselineController, parse_seeds, run_jobs
+from runtime.training import run_script
+from train_ddp import USER_ERRORS
+
+SAFE_SPEED = 1  # bit of SUMO's speed mode
+GUARDS = {"shield": (True, False), "shield and SUMO": (True, True), "SUMO": (False, True), "none": (False, False)}
+COLUMNS = ("controlled_vehicle_steps", "collisions", "overrides")
+
+
+def throttle(observation, k, rng):
+    icvs = np.flatnonzero(observation["icv"])[:k]
+    return commands(observation, k, icvs, np.full(len(icvs), ACCEL_HIGH))
+
+
+def lanes(observation, k, rng):
+    """To the left or to the right wherever there is a lane; both at random where there are two."""
+    icvs = np.flatnonzero(observation["icv"])[:k]
+    left, right = observation["surround"][icvs, HAS_LEFT:HAS_LEFT + 2].T > 0
+    wish = np.where(left & (~right | (rng.random(len(icvs)) < 0.5)), LEFT, np.where(right, RIGHT, KEEP))
+    return commands(observation, k, icvs, np.zeros(len(icvs)), wish)
+
+
+def erratic(observation, k, rng):
+    icvs = np.flatnonzero(observation["icv"])[:k]
+    return commands(observation, k, icvs, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(icvs)), rng.integers(0, 3, len(icvs)))
+
+
+ADVERSARIES = {"throttle": throttle, "lanes": lanes, "erratic": erratic}
+
+
+class Adversary(BaselineController):
+    """An adversary behind the same shield as policy and rules."""
+
+    def begin(self, env, seed):
+        self.rules[env] = ADVERSARIES[self.name], np.random.default_rng(seed)
+
+
+def attack(cfg, scenario, guard, seeds, folder):
+    """{adversary: {column: sum over the seeds}} in one scenario."""
+    cfg, (shield, check) = copy.deepcopy(cfg), GUARDS[guard]
+    cfg.env.scenario, cfg.env.max_commands, cfg.env.terminate_on_collision = scenario, cfg.env.max_vehicles, False
+    cfg.env.speed_mode, cfg.shield.enabled = cfg.env.speed_mode & ~SAFE_SPEED | SAFE_SPEED * check, shield
+    jobs = [(name, seed) for name in ADVERSARIES for seed in seeds]
+    with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
+        rows, log = run_jobs(pool, {name: Adversary(cfg, name) for name in ADVERSARIES}, jobs, cfg.rollout.restarts,
+                             lambda text: None)
+    for row in rows:
+        row["overrides"] = sum(line[:2] == (row["controller"], row["seed"]) for line in log)
+    return {name: {key: sum(row[key] for row in rows if row["controller"] == name) for key in COLUMNS}
+            for name in ADVERSARIES}
+
+
+def main():
+    def add(parser):
+        parser.add_argument("--scenarios", default=",".join(NETWORKS), help="(default: %(default)s)")
+        parser.add_argument("--guards", default=",".join(GUARDS), help="some of %(default)s")
+        parser.add_argument("--seeds", default="1-3")
+        parser.add_argument("--json", default="shield.json", help="where the result goes")
+    options = parse(__doc__, add=add)
+    seeds, guards, table = parse_seeds(options.seeds), options.guards.split(","), []
+    print(f"{'scenario':16s}{'guard':18s}{'adversary':12s}{'vehicle-steps':>14s}{'collisions':>12s}{'overridden':>12s}")
+    with tempfile.TemporaryDirectory() as folder:
+        for scenario in options.scenarios.split(","):
+            for guard in guards:
+                for name, row in attack(options.config, scenario, guard, seeds, folder).items():
+                    count = row["controlled_vehicle_steps"]
+                    print(f"{scenario:16s}{guard:18s}{name:12s}{count:14d}{row['collisions']:12d}"
+                          f"{row['overrides'] / max(count, 1):12.1%}", flush=True)
+                    table.append({"scenario": scenario, "guard": guard, "adversary": name, **row})
+    for guard in guards:
+        steps, collisions = (sum(row[key] for row in table if row["guard"] == guard) for key in COLUMNS[:2])
+        print(f"guard {guard}: {collisions} collisions in {steps} controlled vehicle-steps")
+    finish(options.json, seeds=seeds, table=table)
+    return int(any(row["collisions"] for row in table if GUARDS[row["guard"]][0]))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
