@@ -11,6 +11,7 @@ model (auxiliary loss) and the shield's risk head.
 Interrupt it (Ctrl-C) and start it again with the same command: it continues.
 """
 import contextlib
+import math
 import sys
 import time
 
@@ -223,7 +224,7 @@ def phase3(cfg, team, stop):
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler)
     c = progress.counters
-    c["multiplier"] = p.multiplier_init
+    c.update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -250,8 +251,10 @@ def phase3(cfg, team, stop):
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
-            c["multiplier"] = objectives.dual_ascent(c["multiplier"], summary["c_int"], limit, p.multiplier_lr,
-                                                     p.multiplier_max)
+            c["multiplier"], c["integral"] = objectives.pid_multiplier(
+                c["integral"], summary["c_int"], c["last_cost"], limit, p.multiplier_lr, p.multiplier_proportional,
+                p.multiplier_derivative, p.multiplier_max)
+            c["last_cost"] = summary["c_int"]
             asked = team.any(stop.asked)
             boundary = asked or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:

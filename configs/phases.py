@@ -113,6 +113,8 @@ class Phase3Config:
     limit_epochs: int = opt(60, "epochs over which the limit falls linearly", low=1)
     multiplier_init: float = opt(0.5, "first Lagrange multiplier", low=0)
     multiplier_lr: float = opt(5.0, "dual ascent step per unit of C_int above the limit", low=0)
+    multiplier_proportional: float = opt(0.0, "PID control: gain of C_int above the limit; 0 = dual ascent", low=0)
+    multiplier_derivative: float = opt(0.0, "PID control: gain of a rise of C_int since the last epoch", low=0)
     multiplier_max: float = opt(20.0, "upper clamp of the multiplier", low=0)
     checkpoint_every: int = opt(10, "epochs between checkpoints; each starts fresh episodes", low=1)
     amp: AmpConfig = sub(AmpConfig)

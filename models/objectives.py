@@ -52,6 +52,17 @@ def dual_ascent(multiplier, cost, limit, rate, maximum):
     return min(max(multiplier + rate * (cost - limit), 0.0), maximum)
 
 
+def pid_multiplier(integral, cost, last_cost, limit, rate, proportional, derivative, maximum):
+    """PID control of the Lagrange multiplier (Stooke et al. 2020, algorithm 2): (multiplier, integral), in [0, maximum].
+
+    The integral is `dual_ascent`'s multiplier; with `proportional` = `derivative` = 0 nothing else is. A rising cost
+    (`last_cost` is that of the epoch before) is answered at once, a falling one is not rewarded.
+    """
+    integral = dual_ascent(integral, cost, limit, rate, maximum)
+    push = proportional * (cost - limit) + derivative * max(cost - last_cost, 0.0)
+    return min(max(integral + push, 0.0), maximum), integral
+
+
 def limit_at(epoch, start, end, epochs):
     """Curriculum of the cost limit: linear from `start` to `end` over `epochs`, then constant."""
     return start + (end - start) * min(epoch / max(epochs, 1), 1.0)

@@ -134,6 +134,19 @@ def test_dual_ascent_follows_the_cost_and_stays_in_its_range():
     assert objectives.dual_ascent(19.9, 9.0, 0.1, 5.0, 20.0) == 20.0
 
 
+def test_pid_without_its_gains_is_dual_ascent_and_with_them_answers_at_once():
+    costs, plain, integral, last = [0.3, 0.2, 0.25, 0.05, 0.0, 0.4], 1.0, 1.0, math.inf
+    for cost in costs:
+        multiplier, integral = objectives.pid_multiplier(integral, cost, last, 0.1, 5.0, 0.0, 0.0, 20.0)
+        plain, last = objectives.dual_ascent(plain, cost, 0.1, 5.0, 20.0), cost
+        assert multiplier == integral == plain
+    assert objectives.pid_multiplier(1.0, 0.3, 0.2, 0.1, 5.0, 4.0, 7.0, 20.0) == pytest.approx((2.0 + 0.8 + 0.7, 2.0))
+    assert objectives.pid_multiplier(1.0, 0.3, 0.4, 0.1, 5.0, 4.0, 7.0, 20.0) == pytest.approx((2.8, 2.0))  # no reward
+    assert objectives.pid_multiplier(1.0, 0.3, math.inf, 0.1, 5.0, 0.0, 7.0, 20.0) == pytest.approx((2.0, 2.0))
+    assert objectives.pid_multiplier(0.1, 0.0, 0.0, 0.5, 5.0, 4.0, 7.0, 20.0) == (0.0, 0.0)
+    assert objectives.pid_multiplier(19.0, 9.0, 0.0, 0.1, 5.0, 4.0, 7.0, 20.0) == (20.0, 20.0)
+
+
 def test_limit_falls_linearly_and_then_stays():
     limits = [objectives.limit_at(epoch, 0.2, 0.05, 60) for epoch in range(101)]
     assert limits[0] == 0.2 and limits[30] == pytest.approx(0.125)
