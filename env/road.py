@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from env.tails import hanging, hold_back
+
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
 MAX_HOPS = 10      # lanes followed downstream in search of a leader
 
@@ -80,10 +82,11 @@ class Traffic:
 
     lane, route_at [N] int; pos (front bumper on the lane, m), speed, length [N] float. `route_at` points at the
     vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route. "Nobody" is vehicle
-    number N and "no lane" is lane -1: the arrays here have one more entry for them, so that no case is special.
+    number N and "no lane" is lane -1: the arrays here have one more entry for them, so that no case is special. `came`
+    [N]: the last lane on another edge, for env.tails.
     """
 
-    def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead):
+    def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead, came=None):
         self.road, self.lane, self.pos, self.speed, self.length = road, lane, pos, speed, length
         self.route_at, self.routes, self.lookahead, self.n = route_at, routes, lookahead, len(lane)
         key = lane * 1e6 + pos  # one lane is shorter than 1000 km
@@ -95,6 +98,7 @@ class Traffic:
         self.first = np.append(0, self.end[:-1])  # lane's vehicles are order[first:end]
         self.first[-1] = self.n
         self.rear = np.append(pos - length, np.inf)
+        self.tails = [] if came is None else hanging(self, came)
 
     def ahead(self, lane):
         """Who each vehicle would follow if it were on `lane` [..., N]: (index or -1, gap m, speed m/s), each [..., N].
@@ -112,6 +116,8 @@ class Traffic:
         who[who == self.n] = -1
         far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
+        for tail in self.tails:
+            hold_back(self, tail, lane, who, gap, speed)
         return who, gap, speed
 
     def _search_downstream(self, lane, rest, who, gap, speed):

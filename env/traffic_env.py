@@ -45,7 +45,8 @@ class TrafficEnv(gymnasium.Env):
         self._start_traffic()
         n = self.env_cfg.max_vehicles
         self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, n)
-        self.speed, self.lane_at, self.odometer, self.allowed = np.zeros(n), np.zeros(n, int), np.zeros(n), np.zeros(n)
+        self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.driven = set()  # ICVs whose speed mode is ours
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -180,6 +181,8 @@ class TrafficEnv(gymnasium.Env):
 
     def _build(self, records, slots, fresh, events, overflow, out):
         """Scene, totals and observation of the vehicles that have slots."""
+        edge, before = self.road.lane_edge, self.lane_at[slots]
+        self.came[slots] = np.where(fresh, -1, np.where(edge[before] != edge[self.lane], before, self.came[slots]))
         g, surround = self.cfg.graph, self._set_scene(records, slots)
         scene, odometer = self.scene, self.scene["odometer"]
         moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
@@ -209,7 +212,7 @@ class TrafficEnv(gymnasium.Env):
         scene["progress"] = scene["odometer"] / self.routes.metres[slots]
         return graph.surround_features(
             Traffic(road, lane, pos, scene["speed"], scene["length"], self.routes.start[slots] + records["route_index"],
-                    self.routes.flat, self.cfg.graph.lookahead_m), scene)
+                    self.routes.flat, self.cfg.graph.lookahead_m, self.came[slots]), scene)
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}

@@ -53,7 +53,7 @@ def dual_ascent(multiplier, cost, limit, rate, maximum):
 
 
 def pid_multiplier(integral, cost, last_cost, limit, rate, proportional, derivative, maximum):
-    """PID control of the Lagrange multiplier (Stooke et al. 2020, algorithm 2): (multiplier, integral), in [0, maximum].
+    """PID control of the Lagrange multiplier (Stooke et al. 2020, alg. 2): (multiplier, integral) in [0, maximum].
 
     The integral is `dual_ascent`'s multiplier; with `proportional` = `derivative` = 0 nothing else is. A rising cost
     (`last_cost` is that of the epoch before) is answered at once, a falling one is not rewarded.

@@ -30,7 +30,7 @@ def edge(lane):
 class Scene:
     """Vehicles [(lane, pos, speed, length, route, place in the route)] and the Traffic that product code builds."""
 
-    def __init__(self, vehicles, lookahead=200.0, lanes=LANES, routes=ROUTES):
+    def __init__(self, vehicles, lookahead=200.0, lanes=LANES, routes=ROUTES, came=None):
         self.vehicles, self.routes, self.road, self.lookahead = vehicles, routes, Road.from_lanes(lanes), lookahead
         flat, start = [-1, -1], []
         for route in routes:
@@ -40,7 +40,8 @@ class Scene:
         self.lane = np.array([self.road.lane_index[name] for name in column[0]], int)
         at = np.array([start[r] + place for r, place in zip(column[4], column[5])], int)
         pos, speed, length = (np.array(column[i], float) for i in (1, 2, 3))
-        self.traffic = Traffic(self.road, self.lane, pos, speed, length, at, np.array(flat), lookahead)
+        came = came and np.array([self.road.lane_index.get(name, -1) for name in came])
+        self.traffic = Traffic(self.road, self.lane, pos, speed, length, at, np.array(flat), lookahead, came)
 
     def side(self, side):
         """Lane index beside each vehicle: 0 own, 1 left, -1 right."""
@@ -306,3 +307,36 @@ def test_surround_features_are_bounded():
     scene = Scene(vehicles, 1000.0, lanes, [("x",)])
     half = graph.surround_features(scene.traffic, np.zeros(30, graph.SCENE)).astype(np.float16)
     assert np.isfinite(half).all() and np.abs(half).max() <= 1000
+
+
+# ---- tails -------------------------------------------------------------------------------------------------------
+
+FROM_RAMP = [("b_1", 2.0, 3.0, 6.0, 2, 1), (":J_2_0", 1.0, 5.0, 4.0, 2, 0), ("m_0", 45.0, 6.0, 4.0, 2, 0),
+             ("a_0", 95.0, 7.0, 4.0, 0, 0), ("b_0", 30.0, 8.0, 4.0, 0, 1)]
+
+
+@pytest.mark.parametrize("came", [":J_2_0", "m_0"])
+def test_tail_of_who_changed_lanes_behind_a_junction_is_in_front(came):
+    """From the ramp onto b_0 and at once to b_1, with the rear end still 4 m before the end of the junction lane: who
+    came behind saw an empty road, and drove into it."""
+    traffic = Scene(FROM_RAMP, came=[came, "m_0", "", "", "a_0"]).traffic
+    who, gap, speed = traffic.ahead(traffic.lane)
+    assert who.tolist() == [-1, 0, 1, 4, -1]  # who comes from a follows the one on b_0 as before
+    np.testing.assert_allclose(gap[:3], [78.0, 6 + 2 - 6 - 1.0, 5 + 1.0 - 4])
+    assert speed[1] == 3.0
+    alone = Scene([FROM_RAMP[0], *FROM_RAMP[2:]], came=[came, "", "", "a_0"]).traffic  # nobody in between
+    who, gap, _ = alone.ahead(alone.lane)
+    assert who.tolist() == [-1, 0, 3, -1] and gap[1] == pytest.approx(50 - 45 + 6 + 2 - 6)
+
+
+@pytest.mark.parametrize("came", [["", "m_0", "", "", "a_0"], ["a_1", "m_0", "", "", "a_0"],
+                                  ["c_0", "m_0", "", "", "a_0"]])
+def test_tail_is_on_no_other_lane(came):
+    """Unknown, in the lane that leads to its own, or from nowhere near."""
+    traffic = Scene(FROM_RAMP, came=came).traffic
+    assert traffic.tails == [] and traffic.ahead(traffic.lane)[0].tolist() == [-1, 4, 1, 4, -1]
+
+
+def test_vehicle_that_has_passed_has_no_tail():
+    traffic = Scene([("b_1", 6.5, 3.0, 6.0, 2, 1), *FROM_RAMP[1:]], came=[":J_2_0", "m_0", "", "", "a_0"]).traffic
+    assert traffic.tails == []
