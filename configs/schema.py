@@ -17,6 +17,11 @@ class RunConfig:
     folder: str = opt("runs", "where run folders live")
     seed: int = opt(1, "everything random derives from it", low=0, high=2 ** 31 - 1)
     device: str = opt("auto", "auto = CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    cudnn_benchmark: bool = opt(True, "cuDNN tries its algorithms and keeps the fastest (not with deterministic)")
+    deterministic: bool = opt(False, "GPU: only operations that give the same bits every time; slower")
+    matmul_precision: str = opt("highest", "float32 products on the GPU: highest = no TF32",
+                                choices=("highest", "high", "medium"))
+    detect_anomaly: bool = opt(False, "name the operation whose gradient is NaN; several times slower")
     threads: int = opt(0, "torch CPU threads per process, 0 = cores not taken by workers / processes", low=0)
 
 

@@ -109,7 +109,8 @@ def _samples(env, cfg, controller, seed, episode, count, rng):
     frames, taken = deque(maxlen=length), 0
     observation, _ = env.reset(seed=seed)
     for step in range(1, steps + 1):
-        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time))
+        around = observation["surround"][[env.slots.slot_of[name] for name in env.ids]]
+        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time, around))
         while taken < count and step >= wanted[taken] and len(frames) == length:
             sample = cut_sample(frames, cfg.data, env.road.extent, rng)
             if sample is None:  # too few vehicles yet: made up for at the next steps
@@ -125,7 +126,7 @@ def _samples(env, cfg, controller, seed, episode, count, rng):
 def cut_sample(frames, data, extent, rng):
     """One sample from T + H frames: the vehicles nearest to a random one at the last step of history.
 
-    frames: [(ids, SCENE array, globals, k, time)]; returns a dictionary of plain lists, or None if the road is empty.
+    frames: [(ids, SCENE array, globals, k, time, surroundings)]; returns a dictionary of plain lists, or None if the road is empty.
     """
     low, high = data.vehicles
     ids, scene = frames[data.history - 1][:2]
@@ -136,13 +137,15 @@ def cut_sample(frames, data, extent, rng):
     members = [ids[i] for i in np.argsort(distance, kind="stable")[:rng.integers(low, high + 1)]]
     sample = {"extent": extent, "k": [f[3] for f in frames], "time": [f[4] for f in frames],
               "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
-              "ids": [name.decode() for name in members], "present": [], "lead": [], **{name: [] for name in FIELDS}}
-    for frame_ids, frame_scene, *_ in frames:
+              "ids": [name.decode() for name in members], "present": [], "lead": [], "surround": [], **{name: [] for name in FIELDS}}
+    for frame_ids, frame_scene, *_, around in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]
         inside = {row: n for n, row in enumerate(rows) if row >= 0}
         sample["present"].append([int(row >= 0) for row in rows])
         sample["lead"].append([_leader(frame_scene, row, inside) for row in rows])
+        values = np.append(np.round(around.astype(float), 2), np.zeros((1, around.shape[1])), 0)
+        sample["surround"].append(values[rows].tolist())
         for name in FIELDS:
             values = frame_scene[name].astype(float).tolist()
             sample[name].append([round(values[row], 4) if row >= 0 else 0 for row in rows])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from env.graph import EDGE, GLOBAL, NODE
+from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
 VERSION = 1
 
@@ -28,6 +28,7 @@ def record_type(history, future, vehicles, k):
     return np.dtype([
         ("nodes", "<f2", (history, vehicles, len(NODE))), ("edges", "<f2", (history, vehicles, k, len(EDGE))),
         ("neighbours", "<i2", (history, vehicles, k)), ("globals", "<f2", (history, len(GLOBAL))),
+        ("surround", "<f2", (history, vehicles, len(SURROUND))),
         ("usable", "?", (history, vehicles)),  # the leader is inside the sample, or there is none
         ("present", "?", (frames, vehicles)), ("fresh", "?", (frames, vehicles)), ("conflict", "?", (frames, vehicles)),
         ("moved", "<f4", (frames, vehicles)), ("speed", "<f4", (frames, vehicles))])

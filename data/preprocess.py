@@ -147,6 +147,7 @@ def _graph_of_frame(record, f, scene, members, sample, cfg):
     compact = np.full(len(scene) + 1, -1)  # index in the sample -> index among the members; -1 stays -1
     compact[members] = np.arange(len(members))
     inside = scene[members]
+    record["surround"][f, members] = np.array(sample["surround"][f])[members]
     record["usable"][f, members] = inside["lead"] != -2
     inside["lead"] = np.where(inside["lead"] >= 0, compact[inside["lead"]], -1)
     near, edges = neighbour_graph(inside, min(sample["k"][f], cfg.graph.k_max), cfg.graph.radius_m)

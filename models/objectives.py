@@ -78,6 +78,15 @@ def motion_targets(moved, speed, present, fresh, conflict, horizon):
     return torch.stack(states, 3), torch.stack(valid, 3), torch.stack(hits, 3).float()
 
 
+def within_horizon(conflicts, valid):
+    """Append "in any of the H steps" to conflicts and valid [..., H] -> both [..., H + 1].
+
+    It is known when all steps are, or as soon as a known one has a conflict.
+    """
+    any_step = (conflicts * valid).amax(-1, keepdim=True)
+    return torch.cat([conflicts, any_step], -1), torch.cat([valid, valid.all(-1, keepdim=True) | (any_step > 0)], -1)
+
+
 def state_loss(predicted, target, valid, count):
     """Huber loss (delta 1) of displacement m and speed m/s, step h weighted 1/h, over `count` valid items.
 

@@ -18,11 +18,12 @@ class WorldModel(nn.Module):
         self.horizon, self.interval, self.width = horizon, interval, sizes.lstm_width
         self.cells = nn.ModuleList(nn.LSTMCell(sizes.gnn_width if i == 0 else sizes.lstm_width, sizes.lstm_width)
                                    for i in range(sizes.lstm_layers))
+        self.present = nn.Linear(sizes.gnn_width, sizes.lstm_width)
         self.next_state = mlp(sizes.lstm_width, sizes.decoder_hidden, 2, final_gain=0.1)
         self.flow = nn.Linear(sizes.lstm_width, sizes.latent)
         self.risk = nn.Linear(sizes.lstm_width, sizes.latent)
         self.states = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, 2 * horizon, final_gain=0.1)
-        self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon, final_gain=0.1)
+        self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon + 1, final_gain=0.1)
         ahead = interval * torch.arange(1, horizon + 1)
         self.register_buffer("scale", torch.stack([ahead * 0.5, ahead * 0.5], -1), persistent=False)  # m and m/s
         self.register_buffer("ahead", ahead, persistent=False)
@@ -48,6 +49,7 @@ class WorldModel(nn.Module):
                 h, c = cell(x, tuple(t.contiguous() for t in state[:, i].chunk(2, -1)))
                 new.append(torch.cat([h, c], -1))
                 x = h
+            x = x + self.present(embedding.float().flatten(0, -2))  # what is seen now needs no way through the gates
             return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(self.cells), -1)
 
     def sequence(self, embeddings, state, fresh, checkpointing=False):
@@ -77,5 +79,5 @@ class WorldModel(nn.Module):
         return correction + torch.stack([steady * self.ahead, steady], -1)
 
     def predict_conflict(self, risk):
-        """Stage 2: logits of a conflict in each of the next H control steps, [..., H]."""
+        """Stage 2: logits of a conflict in each of the next H control steps, and last in any of them, [..., H + 1]."""
         return self.conflict(risk).float()

@@ -58,7 +58,8 @@ class Progress:
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler, self.generator = model, optimizer, scaler, generator
         self.lock = claim(folder) if team.is_main else None
-        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf}
+        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
+                         "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
 
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
@@ -102,6 +103,20 @@ def learning_rate(step, total, peak, warmup, floor=0.05):
         return peak * (step + 1) / warmup
     share = min((step - warmup) / max(total - warmup, 1), 1.0)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def reduce_on_plateau(counters, stage, loss, p):
+    """Multiply counters["lr_factor"] when the loss of this stage has not improved for p.plateau_epochs epochs.
+
+    `counters` remember the best loss of the stage and the epochs since; `p` is configs.Phase1Config.
+    """
+    c = counters
+    if stage != c["plateau_stage"] or loss < c["plateau_best"]:
+        c.update(plateau_stage=stage, plateau_best=loss, plateau_wait=0)
+        return
+    c["plateau_wait"] += 1
+    if c["plateau_wait"] == p.plateau_epochs:
+        c.update(plateau_wait=0, lr_factor=c["lr_factor"] * p.plateau_factor)
 
 
 def set_learning_rate(optimizer, value):

@@ -74,7 +74,8 @@ def samples(step):
     present = (torch.arange(N) < many[:, None])[:, None].expand(8, frames, N).clone()
     present[:, 4:, 1] = False  # one leaves
     neighbours = (rand(8, T, N, K) * many[:, None, None, None]).long()
-    return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
+    return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "surround": rand(8, T, N, SURROUND_FEATURES) * 50,
+            "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
             "present": present, "fresh": rand(8, frames, N) < 0.1, "speed": rand(8, frames, N) * 20,
             "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8}
 

@@ -1,0 +1,253 @@
+"""Does the world model predict SUMO's traffic better than simple rules?
+
+    python -m benchmarks.world_model --config configs/quick.yaml --seeds 1-3 --json world_model.json
+
+Trains phase 1 once per seed, each on traffic of its own (runs/<name>-seed<N>, <data.folder>-seed<N>; what is finished
+is not repeated). Then it follows held-out episodes of whole scenes, as the controller does, and compares predictions 1
+and H control steps ahead with three rules, none of which drives backwards: "constant velocity", "constant acceleration"
+(that of the last control interval), and IDM (Treiber et al. 2000) rolled forward for all vehicles at once, each behind
+its true leader along its route, with the parameters that fit other episodes of the first scene best.
+"""
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from configs import ConfigError, load_config
+from configs.command_line import parse
+from env.baselines import BASELINES
+from env.graph import SURROUND, time_to_collision
+from env.launch import SumoError
+from env.traffic_env import make_env
+from evaluate import mean_ci, parse_seeds
+from models import objectives
+from models.policy import TrafficModel
+from models.risk_gnn import INPUTS, SPEED
+from runtime import checkpoint
+from runtime.training import schema
+
+ROOT = Path(__file__).resolve().parent.parent
+SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,ring:1.0"
+SEEDS, FIT_SEEDS = 1001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
+DENSE_GAP = 50.0               # m; who has a leader nearer than this is in dense traffic
+IDM_RANGES = {"v0": (15, 40), "T": (0.5, 2.5), "a": (0.3, 3), "b": (0.5, 6), "s0": (1, 5)}
+FIELDS = (*INPUTS, "fresh", "moved", "conflict")
+QUANTITIES = ("position_1", "speed_1", "position_H", "speed_H")
+LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")
+
+
+# ---- traffic -----------------------------------------------------------------------------------------------------
+
+def record(cfg, scene, controller, seed, folder):
+    """One episode of `scene` ("scenario:demand scale") as tensors [F, N, ...] of the observations, and `lead` [F, N]:
+    the slot of the leader, -1 = none."""
+    cfg, (scenario, _, scale), frames = copy.deepcopy(cfg), scene.rpartition(":"), []
+    cfg.env.scenario, cfg.env.demand_scale = scenario, cfg.env.demand_scale * float(scale)
+    cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31  # as in data.collect
+    env, rng = make_env(cfg, folder), np.random.default_rng(seed)
+    try:
+        observation, _ = env.reset(seed=seed)
+        for _ in range(int(cfg.env.horizon_s / cfg.env.control_interval)):
+            lead, slot = np.full(cfg.env.max_vehicles, -1), np.array([env.slots.slot_of[i] for i in env.ids], int)
+            lead[slot] = np.append(slot, -1)[env.scene["lead"]]
+            frames.append({"lead": lead, **{name: observation[name] for name in FIELDS}})
+            observation, *_ = env.command(*BASELINES[controller](observation, cfg.env.max_commands, rng))
+    finally:
+        env.close()
+    used = max(int(np.flatnonzero(f["mask"]).max(initial=0)) for f in frames) + 1
+    episode = {name: torch.from_numpy(np.stack([f[name][:used] for f in frames])) for name in frames[0]}
+    return {name: x.bool() if x.dtype == torch.int8 else x for name, x in episode.items()}
+
+
+def with_truth(episode, interval, horizon):
+    """The episode without its last H frames, with what happened: states [F, N, H, 2], valid [F, N, H], conflict and
+    conflict_known [F, N] within the horizon; and accel (of the last interval) and dense [F, N]."""
+    e, speed = dict(episode), episode["nodes"][..., SPEED]
+    series = [x[None] for x in (e["moved"], speed, e["mask"], e["fresh"], e["conflict"])]
+    e["states"], e["valid"], steps = (x[0] for x in objectives.motion_targets(*series, horizon))
+    conflict, known = objectives.within_horizon(steps, e["valid"])
+    e["conflict"], e["conflict_known"] = conflict[..., -1] > 0, known[..., -1]
+    change = torch.cat([torch.zeros_like(speed[:1]), speed[1:] - speed[:-1]]) / interval
+    e["speed"], e["accel"] = speed, torch.where(e["fresh"], 0.0, change)
+    e["dense"] = (e["lead"] >= 0) & (e["surround"][..., LEAD_GAP] < DENSE_GAP)
+    return {name: x[:len(e["states"])] for name, x in e.items()}
+
+
+# ---- rules -------------------------------------------------------------------------------------------------------
+
+def constant_acceleration(speed, accel, interval, horizon):
+    """Displacement and speed [..., H, 2] at constant acceleration until the vehicle stands."""
+    t, speed, accel = interval * torch.arange(1, horizon + 1), speed[..., None], accel[..., None]
+    moving = torch.where(accel < 0, torch.minimum(t, speed / (-accel).clamp(min=1e-6)), t)
+    return torch.stack([speed * moving + accel * moving ** 2 / 2, (speed + accel * moving).clamp(min=0)], -1)
+
+
+def idm(episode, p, interval, horizon, parts=4):
+    """Displacement and speed [F, N, H, 2] by the Intelligent Driver Model, `parts` steps per control interval. Leaders
+    move by the same model; the end of a lane stands still; who has no leader drives freely."""
+    v, lead, gap = episode["speed"], episode["lead"], episode["surround"][..., LEAD_GAP]
+    follows, x, out = lead >= 0, torch.zeros_like(v), []
+    free = ~follows & (episode["surround"][..., LEAD_SPEED] > 0)
+    dt, at = interval / parts, lead.clamp(min=0)
+    for step in range(1, parts * horizon + 1):
+        lead_x, lead_v = (torch.where(follows, y.gather(1, at), 0.0) for y in (x, v))
+        wanted = p["s0"] + (v * p["T"] + v * (v - lead_v) / (2 * (p["a"] * p["b"]) ** 0.5)).clamp(min=0)
+        interaction = torch.where(free, 0.0, (wanted / (gap + lead_x - x).clamp(min=0.1)) ** 2)
+        accel = (p["a"] * (1 - (v / p["v0"]) ** 4 - interaction)).clamp(min=-9)
+        faster = (v + accel * dt).clamp(min=0)
+        x, v = x + (v + faster) / 2 * dt, faster
+        if step % parts == 0:
+            out.append(torch.stack([x, v], -1))
+    return torch.stack(out, 2)
+
+
+def fit_idm(episodes, interval, horizon, draws=300):
+    """IDM parameters with the smallest position error H steps ahead in dense traffic, by random search."""
+    rng, best = np.random.default_rng(0), (np.inf, None)
+    some = [{name: x[::10] for name, x in e.items()} for e in episodes]
+    for _ in range(draws):
+        p = {name: float(np.exp(rng.uniform(*np.log(limits)))) for name, limits in IDM_RANGES.items()}
+        error = pool([errors(idm(e, p, interval, horizon), e, e["dense"]) for e in some])["position_H"]
+        best = min(best, (error, p), key=lambda pair: pair[0])
+    return best[1]
+
+
+# ---- model -------------------------------------------------------------------------------------------------------
+
+def train(options, seed):
+    """Phase 1 with one seed (or what is left of it); returns its model."""
+    cfg = options.config
+    own = [f"run.name={cfg.run.name}-seed{seed}", f"run.seed={seed}", f"data.folder={cfg.data.folder}-seed{seed}"]
+    command = [sys.executable, str(ROOT / "train_ddp.py"), "--phase", "1", "--config", options.config_file]
+    subprocess.run([*command, *options.overrides, *own], check=True)
+    cfg = load_config(options.config_file, [*options.overrides, *own])
+    folder, model = Path(cfg.run.folder) / cfg.run.name / "phase1", TrafficModel(cfg)
+    checkpoint.load_weights(model, checkpoint.load(folder, "best")["weights"], schema(cfg), folder)
+    return model.eval()
+
+
+def predict(model, episode, chunk=32):
+    """Frame after frame with memory: (states [F, N, H, 2], probability [F, N] of a conflict within the horizon)."""
+    world = model.world_model
+    with torch.no_grad():
+        chunks = zip(*(episode[name].split(chunk) for name in INPUTS))
+        embedding = torch.cat([model.risk_gnn(*parts) for parts in chunks])
+        start = world.initial_state(1, embedding.shape[1])
+        flow, risk = world.latents(world.sequence(embedding[None], start, episode["fresh"][None])[0])
+        return world.predict_states(flow, episode["speed"]), world.predict_conflict(risk)[..., -1].sigmoid()
+
+
+# ---- comparison --------------------------------------------------------------------------------------------------
+
+def errors(predicted, episode, where):
+    """{quantity: (sum of squares, count)} over the valid targets inside `where` [F, N], after 1 and H control steps."""
+    out = {}
+    for label, h in (("1", 0), ("H", -1)):
+        keep = episode["valid"][..., h] & where
+        error = (predicted[..., h, :] - episode["states"][..., h, :])[keep].double()
+        for i, quantity in enumerate(("position", "speed")):
+            out[f"{quantity}_{label}"] = (float(error[:, i].square().sum()), int(keep.sum()))
+    return out
+
+
+def pool(parts):
+    """{quantity: root of the mean square over several episodes}."""
+    return {name: (sum(p[name][0] for p in parts) / max(sum(p[name][1] for p in parts), 1)) ** 0.5 for name in parts[0]}
+
+
+def roc_area(score, label):
+    """Area under the ROC curve (Mann-Whitney, ties count half); NaN when there is only one class."""
+    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
+    rank, positive = np.cumsum(counts) - (counts - 1) / 2, int(label.sum())
+    if not 0 < positive < len(label):
+        return float("nan")
+    return float((rank[inverse][label].sum() - positive * (positive + 1) / 2) / (positive * (len(label) - positive)))
+
+
+def calibration_error(probability, label, bins=10):
+    """Expected calibration error: mean distance of predicted and observed frequency over equally wide bins."""
+    which = np.minimum((probability * bins).astype(int), bins - 1)
+    return float(sum(abs(probability[which == b].sum() - label[which == b].sum()) for b in range(bins)) / len(label))
+
+
+def judge(episodes, predict_one):
+    """Errors in dense traffic and of all vehicles, and the facts of the conflict score, of `predict_one(episode)` ->
+    (states, score of a conflict)."""
+    results = [predict_one(e) for e in episodes]
+    row = pool([errors(states, e, e["dense"]) for (states, _), e in zip(results, episodes)])
+    every = pool([errors(states, e, e["mask"]) for (states, _), e in zip(results, episodes)])
+    score, label = (np.concatenate([x[e["conflict_known"]].numpy() for x, e in zip(xs, episodes)])
+                    for xs in ([score for _, score in results], [e["conflict"] for e in episodes]))
+    return {**row, **{f"all_{name}": value for name, value in every.items()}, "auc": roc_area(score, label),
+            "calibration_error": calibration_error(score, label), "conflict_rate": float(label.mean())}
+
+
+def rules(p, interval, horizon):
+    """{name: function of an episode} of the rules; the score of a conflict is the present time to collision."""
+    def rule(predict_states):
+        return lambda e: (predict_states(e), -torch.from_numpy(time_to_collision(*(x.numpy() for x in (
+            e["surround"][..., LEAD_GAP], e["speed"], e["surround"][..., LEAD_SPEED])))))
+    steady = lambda e, accel: constant_acceleration(e["speed"], accel, interval, horizon)  # noqa: E731
+    return {"velocity": rule(lambda e: steady(e, 0 * e["accel"])), "accel": rule(lambda e: steady(e, e["accel"])),
+            "idm": rule(lambda e: idm(e, p, interval, horizon))}
+
+
+def table(scene, rows, models):
+    """Print one scene; returns its facts for the JSON file."""
+    facts = {"rules": rows, "model": {name: mean_ci([m[name] for m in models]) for name in models[0]}}
+    for name in QUANTITIES:
+        simple = min(rows["velocity"][name], rows["accel"][name])
+        mean, spread = facts["model"][name]["mean"], facts["model"][name]["ci95"] or float("nan")
+        print(f"{scene:16s}{name:12s}" + "".join(f"{rows[rule][name]:10.3f}" for rule in rows)
+              + f"{mean:10.3f} +- {spread:5.3f}{mean / simple - 1:+12.0%}{mean / rows['idm'][name] - 1:+9.0%}")
+    auc, error = facts["model"]["auc"], facts["model"]["calibration_error"]
+    print(f"{scene:16s}conflicts ({models[0]['conflict_rate']:.2%}): area under ROC {auc['mean']:.3f} +- "
+          f"{auc['ci95'] or float('nan'):.3f}, of the present TTC {rows['velocity']['auc']:.3f}; calibration error "
+          f"{error['mean']:.4f}")
+    return facts
+
+
+def main():
+    def add(parser):
+        parser.add_argument("--seeds", default="1-3", help="training seeds")
+        parser.add_argument("--scenes", default=SCENES, help="scenario:demand scale, ...; IDM is fitted to the first")
+        parser.add_argument("--controllers", default="none", help="who drives the ICVs, in turn by episode")
+        parser.add_argument("--episodes", type=int, default=3, help="held-out episodes of each scene")
+        parser.add_argument("--json", default="world_model.json", help="where the result goes")
+    options = parse(__doc__, add=add)
+    cfg, controllers, load = options.config, options.controllers.split(","), os.getloadavg()[0]
+    torch.set_num_threads(1)
+    models = [train(options, seed) for seed in parse_seeds(options.seeds)]
+    interval, horizon = cfg.env.control_interval, cfg.data.future
+    folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
+
+    def episodes(scene, first):
+        return [with_truth(record(cfg, scene, controllers[i % len(controllers)], first + i, folder), interval, horizon)
+                for i in range(options.episodes)]
+    scenes = options.scenes.split(",")
+    p = fit_idm(episodes(scenes[0], FIT_SEEDS), interval, horizon)
+    print(f"machine load {load:.1f}; IDM fitted to {scenes[0]}: {', '.join(f'{n}={x:.2f}' for n, x in p.items())}\n"
+          f"RMSE in dense traffic (leader nearer than {DENSE_GAP:g} m), m and m/s, 1 and H={horizon} steps ahead;"
+          f" model: mean and 95 % interval of {len(models)} training seeds\n{'':28s}{'velocity':>10s}{'accel':>10s}"
+          f"{'idm':>10s}{'model':>10s}{'':9s}{'vs simple':>12s}{'vs idm':>9s}")
+    result = {"idm": p, "load": load, "seeds": options.seeds, "controllers": controllers, "scenes": {}}
+    for scene in scenes:
+        held_out = episodes(scene, SEEDS)
+        rows = {name: judge(held_out, rule) for name, rule in rules(p, interval, horizon).items()}
+        own = [judge(held_out, lambda e, m=model: predict(m, e)) for model in models]
+        result["scenes"][scene] = table(scene, rows, own)
+    Path(options.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (ConfigError, SumoError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
