@@ -39,9 +39,9 @@ from runtime.memory import tree_memory
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
-from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, reduce_on_plateau,
-                              rescale_values, run_folder, run_script, save_config, set_learning_rate, share_of_workers,
-                              to_device)
+from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, learning_rate, mean_logs,
+                              reduce_on_plateau, rescale_values, run_folder, run_script, save_config,
+                              set_learning_rate, share_of_workers, to_device)
 
 USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 
@@ -92,6 +92,7 @@ def phase1(cfg, team, stop):
     model.freeze("controller", "safety_shield")
     model.to(team.device)
     team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
@@ -200,6 +201,7 @@ def phase3(cfg, team, stop):
     model.freeze("risk_gnn")
     model.to(team.device)
     team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)

@@ -95,6 +95,7 @@ class RewardConfig:
 @dataclass
 class ModelConfig:
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
+    compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
     gather_above: int = opt(384, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
 
 

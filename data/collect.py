@@ -126,7 +126,8 @@ def _samples(env, cfg, controller, seed, episode, count, rng):
 def cut_sample(frames, data, extent, rng):
     """One sample from T + H frames: the vehicles nearest to a random one at the last step of history.
 
-    frames: [(ids, SCENE array, globals, k, time, surroundings)]; returns a dictionary of plain lists, or None if the road is empty.
+    frames: [(ids, SCENE array, globals, k, time, surroundings)]; returns a dictionary of plain lists, or None if the
+    road is empty.
     """
     low, high = data.vehicles
     ids, scene = frames[data.history - 1][:2]
@@ -137,7 +138,8 @@ def cut_sample(frames, data, extent, rng):
     members = [ids[i] for i in np.argsort(distance, kind="stable")[:rng.integers(low, high + 1)]]
     sample = {"extent": extent, "k": [f[3] for f in frames], "time": [f[4] for f in frames],
               "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
-              "ids": [name.decode() for name in members], "present": [], "lead": [], "surround": [], **{name: [] for name in FIELDS}}
+              "ids": [name.decode() for name in members],
+              **{name: [] for name in ("present", "lead", "surround", *FIELDS)}}
     for frame_ids, frame_scene, *_, around in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]

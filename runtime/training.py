@@ -1,4 +1,5 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
+import copy
 import math
 import os
 import sys
@@ -160,6 +161,24 @@ def episode_facts(team, facts):
 def share_of_workers(rollout, team):
     """Rollout processes of this rank: the node's workers are divided between its learners."""
     return max(1, rollout.num_workers // team.local_world) if rollout.num_workers else 0
+
+
+def compile_gnn(gnn, wanted, say, backend="inductor"):
+    """torch.compile the risk GNN, the largest part of every forward pass, if `wanted` and possible, else say why."""
+    if not wanted:
+        return
+    n, k, device = 16, 4, next(gnn.parameters()).device
+    parts = torch.zeros(1, n, 9), torch.zeros(1, n, 14), torch.zeros(1, n, k, 4), torch.full((1, n, k), -1)
+    trial = copy.deepcopy(gnn)
+    trial.compile(backend=backend, dynamic=True)
+    try:
+        trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()
+    except Exception as error:  # compilers fail in many ways, and the program runs without
+        first = str(error).strip().splitlines()[0]
+        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {first}); "
+                   "nothing is compiled")
+    gnn.compile(backend=backend, dynamic=True)
+    say("torch.compile: the risk GNN is compiled")
 
 
 def to_device(batch, device):

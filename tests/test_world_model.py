@@ -162,7 +162,8 @@ def test_idm_equals_one_vehicle_at_a_time():
             j, interaction = int(lead[0, i]), 0.0
             if j >= 0 or i == 3:
                 ahead, lead_speed = (x[j], speed[j]) if j >= 0 else (0.0, 0.0)
-                desired = p["s0"] + max(0, speed[i] * p["T"] + speed[i] * (speed[i] - lead_speed) / (2 * math.sqrt(1.5)))
+                closing = speed[i] * (speed[i] - lead_speed) / (2 * math.sqrt(p["a"] * p["b"]))
+                desired = p["s0"] + max(0, speed[i] * p["T"] + closing)
                 interaction = (desired / max(float(surround[0, i, 0]) + ahead - x[i], 0.1)) ** 2
             accel.append(max(p["a"] * (1 - (speed[i] / p["v0"]) ** 4 - interaction), -9.0))
         faster = [max(s + a * 0.25, 0) for s, a in zip(speed, accel)]
