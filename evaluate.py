@@ -19,7 +19,7 @@ import torch
 
 from configs import ConfigError, from_dict, load_config
 from configs.command_line import parse
-from env.baselines import BASELINES
+from env.baselines import BASELINES, make_baseline
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import make_pool
@@ -51,7 +51,7 @@ class PolicyController:
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
         seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        _, commands = self.driver.decide(seen, deterministic=True)
+        _, commands = self.driver.decide(seen)
         return {name: value[0] for name, value in commands.items()}
 
 
@@ -59,15 +59,16 @@ class BaselineController:
     """A rule of env/baselines.py behind the same shield as the policy."""
 
     def __init__(self, cfg, name):
-        self.rule, self.k, self.n, self.rng = BASELINES[name], cfg.env.max_commands, cfg.env.max_vehicles, {}
+        self.name, self.cfg, self.n, self.rules = name, cfg, cfg.env.max_vehicles, {}
         self.shield = SafetyShield(PRESETS["small"], cfg.shield, cfg.env.control_interval)  # its rules have no weights
 
     def begin(self, env, seed):
-        self.rng[env] = np.random.default_rng(seed)
+        self.rules[env] = make_baseline(self.name, self.cfg), np.random.default_rng(seed)
 
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
-        slot, wanted, wanted_lane, _ = self.rule(observation, self.k, self.rng[env])
+        rule, rng = self.rules[env]
+        slot, wanted, wanted_lane, _ = rule(observation, self.cfg.env.max_commands, rng)
         row = np.minimum(slot, self.n - 1)
         near = torch.from_numpy(observation["surround"][row]).float()
         speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 
 from configs import ConfigError
 from configs.command_line import parse
-from data.collect import collect
-from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, identity
+from data.augment import AugmentedDataset
+from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, bad_rows, make_loader
 from data.layout import DataError
-from data.preprocess import preprocess
+from data.location import open_data
 from env.launch import SumoError
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -49,8 +49,9 @@ USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     """One optimiser step from several micro-batches: [(arguments of module.forward)], gradients summed.
 
-    All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. Returns
-    (logged values of the whole step, gradient norm, whether the step was skipped because of an overflow).
+    All but the last forward and backward run under `no_sync`, so there is one gradient all-reduce per step. The device
+    is waited for once, to see whether the gradients are finite. Returns (logged values of the whole step, gradient
+    norm, whether the step was skipped because of an overflow), the first two still on the device.
     """
     logs, last = [], len(micro_batches) - 1
     for i, arguments in enumerate(micro_batches):
@@ -69,8 +70,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     precision.scaler.step(optimizer)
     skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
     optimizer.zero_grad(set_to_none=True)
-    means = ("kl", "clip_share")  # everything else is a part of a sum
-    return {n: sum(log[n] for log in logs) / (len(logs) if n in means else 1) for n in logs[0]}, norm, skipped
+    return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped  # each is a part of a sum
 
 
 # ---- phase 1: world model on recorded traffic ------------------------------------------------------------------
@@ -78,9 +78,10 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
 def phase1(cfg, team, stop):
     """Train risk GNN and world model; controller and shield stay frozen."""
     p, folder = cfg.phase1, run_folder(cfg)
-    open_data(cfg, team)
-    train, held_out = (ChunkedDataset(cfg.data.folder, split) for split in ("train", "held_out"))
-    sampler = BlockSampler(len(train), p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last)
+    data, options = open_data(cfg, team), (cfg.data.open_chunks, cfg.data.cache_mb, cfg.data.cache_timeout_s)
+    train, held_out = (ChunkedDataset(data, split, *options) for split in ("train", "held_out"))
+    sampler = BlockSampler(train.sizes, p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last,
+                           cfg.data.open_chunks, p.loader.rank_weights)
     per_epoch = len(sampler) // p.accumulation
     if not per_epoch:
         raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one step of {team.world} "
@@ -102,7 +103,8 @@ def phase1(cfg, team, stop):
         save_config(cfg, folder)
     c, metrics = progress.counters, Metrics(folder, 1, team.is_main)
     metrics.drop_after(c["epoch"])
-    loader = make_loader(train, sampler, p.loader, team)
+    augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
+    loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
     module, stage = None, None
     while c["epoch"] < p.epochs:
         if stage != (1 if c["epoch"] < p.stage1_epochs else 2):
@@ -111,7 +113,7 @@ def phase1(cfg, team, stop):
                 q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
             module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
         # The position is kept in samples of all ranks together, so another number of ranks continues at the same one.
-        sampler.epoch, sampler.skip = c["epoch"], c["samples"] // (team.world * p.batch_size)
+        sampler.epoch, sampler.done = c["epoch"], c["samples"]
         start, log = time.perf_counter(), train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         if log is None:
             return
@@ -128,12 +130,16 @@ def phase1(cfg, team, stop):
 
 def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch):
     """The rest of one epoch. Returns its means, or None after a stop request, when everything is saved."""
-    p, c, window, logs, start, samples = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0
+    p, c, window, logs, start, samples, bad = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0, []
     for batch in loader:
+        bad += bad_rows(loader.dataset, batch) if batch["bad"].any() else []
         window.append(prepare(to_device(batch, team.device), cfg.data.future))
         if len(window) < p.accumulation:
             continue  # a short window at the end of an epoch is dropped like a short batch
-        count = team.all_sum([sum(int(w["target_valid"].sum()) for w in window)])[0]
+        count, anywhere = team.all_sum([sum(int(w["target_valid"].sum()) for w in window), len(bad)])
+        if anywhere:
+            leave_out(cfg, team, bad)
+            bad = []
         rate = learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps)
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
@@ -156,13 +162,17 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
 def validate(cfg, team, module, held_out, stage):
     """Held-out losses and errors against "constant velocity"; every rank takes its share of the samples."""
     inner, horizon, sums = getattr(module, "module", module), cfg.data.future, torch.zeros(12, dtype=torch.float64)
+    bad = []
     for begin in range(team.rank * 32, len(held_out), team.world * 32):
         samples = held_out.__getitems__(range(begin, min(begin + 32, len(held_out))))
+        bad += bad_rows(held_out, samples)
         batch = prepare(to_device(samples, team.device), horizon)
         with torch.no_grad():
             loss, out = inner(batch, 1.0)
         sums += prediction_errors(out, batch, cfg.env.control_interval, loss, stage).cpu()
-    s = team.all_sum(sums.tolist())
+    *s, anywhere = team.all_sum([*sums.tolist(), len(bad)])
+    if anywhere:
+        leave_out(cfg, team, bad)
     root = lambda total, n: (total / max(n, 1)) ** 0.5  # noqa: E731
     facts = {"loss_held_out": s[0] / max(s[1], 1), "rmse_position": root(s[2], s[6]), "rmse_speed": root(s[3], s[6]),
              "rmse_position_cv": root(s[4], s[6]), "rmse_speed_cv": root(s[5], s[6]),
@@ -173,21 +183,13 @@ def validate(cfg, team, module, held_out, stage):
     return facts
 
 
-def open_data(cfg, team):
-    """Collect and preprocess on the first rank what is missing; the others wait."""
-    if team.is_main:
-        collect(cfg)
-        preprocess(cfg)
-    team.barrier()
-
-
-def make_loader(dataset, sampler, options, team):
-    """DataLoader with the options of the configuration; `__getitems__` gives whole batches."""
-    more = {}
-    if options.num_workers:
-        more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers}
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
-                      pin_memory=options.pin_memory and team.device.type == "cuda", **more)
+def leave_out(cfg, team, bad):
+    """Rows with NaN or infinite values, found on any rank: all ranks stop, or all go on without them (they come without
+    vehicles, so that they count as no target)."""
+    named = "; ".join(sum(team.gather(bad), []))
+    if cfg.data.on_bad_row == "stop":
+        raise DataError(f"{named}: NaN or infinite values; data.check lists all, data.on_bad_row=skip leaves them out")
+    team.say(f"left out, NaN or infinite values: {named}")
 
 
 # ---- phase 3: constrained optimisation on live SUMO ------------------------------------------------------------
@@ -206,8 +208,7 @@ def phase3(cfg, team, stop):
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
-    generator = torch.Generator(team.device).manual_seed(cfg.run.seed * 1000 + 3 * 100 + team.rank)
-    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, generator)
+    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler)
     c = progress.counters
     c["multiplier"] = p.multiplier_init
     progress.resume()
@@ -227,10 +228,10 @@ def phase3(cfg, team, stop):
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
                 collector.begin(c["epoch"])
-            batch, facts = collector.collect(p.fragment_length, generator)
+            batch, facts = collector.collect(p.fragment_length)
             start = time.perf_counter()
             limit = objectives.limit_at(c["epoch"], p.limit_start, p.limit_end, p.limit_epochs)
-            sequences, summary = make_sequences(cfg, team, batch, c["multiplier"])
+            sequences, summary = make_sequences(cfg, team, batch.dense(), c["multiplier"])
             log = learn_constrained(cfg, team, progress, module, sequences, precision)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + summary.pop("steps")
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 
+import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -26,11 +27,12 @@ from runtime.memory import tree_memory
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
+from runtime.storage import Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder, run_script,
-                              save_config, share_of_workers, to_device)
+                              save_config, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
-LEARN = ("candidates", "valid", "scene", "picks", "pick_valid", "u", "lane", "release", "log_prob")
+LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "log_prob", "advantage", "return", "cost_return")
 
 
 def phase2(cfg, team, stop):
@@ -45,8 +47,7 @@ def phase2(cfg, team, stop):
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.Adam(model.controller.parameters(), p.lr)
-    generator = torch.Generator(team.device).manual_seed(cfg.run.seed * 1000 + 2 * 100 + team.rank)
-    progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler, generator)
+    progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -55,19 +56,21 @@ def phase2(cfg, team, stop):
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
-        steps = steps_per_env(p, pool.num_envs, team)
+        span = Span(pool.num_envs, team)
+        steps = steps_per_env(p, span, team)
         driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
-        collector = Collector(pool, driver, cfg.run.seed, 2, team.rank * pool.num_envs)
+        collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
         boundary = True
         while c["epoch"] < p.iterations:
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
-            batch, facts = collector.collect(steps, generator)
+            rollout, facts = collector.collect(steps)
             start = time.perf_counter()
-            summary = summarise(team, batch)
-            learning = flatten(cfg, team, batch)
-            log = update(cfg, team, progress, module, learning, precision, generator)
-            c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * pool.num_envs * team.world
+            summary = summarise(team, rollout)
+            add_advantages(cfg, team, rollout)
+            log = update(cfg, team, span, progress, module, rollout, precision)
+            rollout = None  # before the next one is collected
+            c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
                            memory_mb=sum(tree_memory().values()))
@@ -82,45 +85,67 @@ def phase2(cfg, team, stop):
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
 
-def steps_per_env(p, envs, team):
+class Span:
+    """This rank's environments among those of all ranks: `own` of `total`, from number `first` on."""
+
+    def __init__(self, envs, team):
+        sizes = team.gather(envs)
+        self.own, self.total, self.first = envs, sum(sizes), sum(sizes[:team.rank])
+
+    def rows(self, steps):
+        """Of control steps t * total + env of all ranks, this rank's as t * own + its own number, in the same order."""
+        t, env = np.divmod(steps, self.total)
+        mine = (env >= self.first) & (env < self.first + self.own)
+        return t[mine] * self.own + env[mine] - self.first
+
+
+def steps_per_env(p, span, team):
     """Control steps of each environment per iteration: whole fragments, at least train_batch_size in all."""
-    total = envs * team.world
-    fragments = max(1, math.ceil(p.train_batch_size / (total * p.fragment_length)))
-    team.say(f"phase 2: {total} environments x {fragments} fragments x {p.fragment_length} steps = "
-             f"{total * fragments * p.fragment_length} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of "
-             f"minibatches of {p.minibatch_size} = {team.world} ranks x {p.minibatch_size // team.world}")
-    if fragments * p.fragment_length * envs < p.minibatch_size // team.world:
+    fragments = max(1, math.ceil(p.train_batch_size / (span.total * p.fragment_length)))
+    steps = fragments * p.fragment_length
+    team.say(f"phase 2: {span.total} environments x {fragments} fragments x {p.fragment_length} steps = "
+             f"{span.total * steps} (train_batch_size {p.train_batch_size}); {p.epochs} epochs of minibatches of "
+             f"{p.minibatch_size} over {team.world} ranks")
+    if span.total * steps < p.minibatch_size:
         raise ConfigError(f"phase2.minibatch_size={p.minibatch_size} is larger than an iteration of "
-                          f"{fragments * p.fragment_length * total} steps")
-    return fragments * p.fragment_length
+                          f"{span.total * steps} steps")
+    return steps
 
 
-def flatten(cfg, team, batch):
-    """The rollout [T, E, ...] as steps [T * E, ...] with advantages and returns."""
-    advantage, returns, cost_returns = advantages(cfg, team, batch, cfg.phase2.cost_weight)
-    flat = {name: batch[name].flatten(0, 1) for name in LEARN}
-    flat.update(advantage=advantage.flatten(), cost_return=cost_returns.flatten(), **{"return": returns.flatten()})
-    return flat
+def add_advantages(cfg, team, rollout):
+    """Advantages and returns [T, E] of a rollout."""
+    values = advantages(cfg, team, rollout, cfg.phase2.cost_weight)
+    rollout.fixed.update({name: value.numpy() for name, value in zip(("advantage", "return", "cost_return"), values)})
 
 
-def update(cfg, team, progress, module, batch, precision, generator):
-    """PPO's epochs over one batch; stops early when the KL of all ranks together passes the target."""
-    p, logs, size = cfg.phase2, [], max(1, cfg.phase2.minibatch_size // team.world)
-    rescale_values(progress.model.controller, team, batch)
-    count, passes = len(batch["advantage"]), []
-    for _ in range(p.epochs):
-        order, this_pass = torch.randperm(count, generator=generator, device=team.device).cpu(), []
-        for begin in range(0, count - size + 1, size):
-            rows = order[begin:begin + size]
-            minibatch = to_device({name: value[rows] for name, value in batch.items()}, team.device)
-            log, norm, skipped = optimiser_step(module, [(minibatch, size)], progress.optimizer, precision, p.clip_norm)
-            progress.counters["updates"] += not skipped
-            this_pass.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        logs += this_pass
-        passes.append(mean_logs(team, this_pass)["kl"])  # the same value on every rank: they stop together
-        if passes[-1] > p.target_kl:
+def update(cfg, team, span, progress, module, rollout, precision):
+    """PPO's epochs over one rollout; stops early when the KL of all ranks together passes the target."""
+    p, c, passes = cfg.phase2, progress.counters, []
+    rescale_values(progress.model.controller, team, rollout)
+    minibatches = Minibatches(rollout, LEARN, team.device)
+    for epoch in range(p.epochs):
+        logs = []
+        for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
+            arguments = minibatches(rows), p.minibatch_size / team.world  # DDP averages over ranks
+            log, norm, skipped = optimiser_step(module, [arguments], progress.optimizer, precision, p.clip_norm)
+            c["updates"] += not skipped
+            logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
+        passes.append(mean_logs(team, logs))
+        if passes[-1]["kl"] > p.target_kl:  # the same number on every rank: they stop together
             break
-    return {**mean_logs(team, logs), "kl": passes[-1], "loss_scale": precision.scaler.get_scale()}
+    means = {name: sum(log[name] for log in passes) / len(passes) for name in passes[0]}
+    return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
+
+
+def epoch_rows(cfg, span, steps, iteration, epoch):
+    """This rank's rows of every minibatch of one pass.
+
+    One permutation of the control steps of all ranks is cut into minibatches, of which each rank takes the steps that
+    it has: every rank does as many minibatches, and they do not depend on how environments are spread over ranks.
+    """
+    size = cfg.phase2.minibatch_size
+    order = np.random.default_rng([cfg.run.seed, 2, iteration, epoch, 1]).permutation(steps * span.total)
+    return [span.rows(order[begin:begin + size]) for begin in range(0, len(order) - size + 1, size)]
 
 
 def summarise(team, batch):
@@ -153,4 +178,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
+    sys.exit(run_script(main, (*USER_ERRORS, SpillError, WorkerError)))

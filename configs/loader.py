@@ -191,15 +191,20 @@ def _cross_checks(c, path):
     if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
         wrong.append(f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
                      f"2 to env.max_vehicles={c.env.max_vehicles}")
+    if c.env.backend == "libsumo" and c.rollout.num_envs_per_worker > 1:
+        wrong.append(f"env.backend=libsumo with rollout.num_envs_per_worker={c.rollout.num_envs_per_worker}: libsumo "
+                     "holds one simulation per process; set it to 1")
     if c.phase3.fragment_length % c.phase3.sequence_length:
         wrong.append(f"phase3.fragment_length={c.phase3.fragment_length} is no multiple of "
                      f"phase3.sequence_length={c.phase3.sequence_length}")
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         wrong.append(f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                      f"{c.env.horizon_s / c.env.control_interval:g} control steps")
-    if c.env.horizon_s < (c.data.history + c.data.future) * c.env.control_interval:
-        wrong.append(f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history} and "
-                     f"data.future={c.data.future} control steps")
+    if c.env.horizon_s < (c.data.history + c.data.future + 2 * c.data.margin) * c.env.control_interval:
+        wrong.append(f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history}, "
+                     f"data.future={c.data.future} and twice data.margin={c.data.margin} control steps")
+    if c.phase1.augment.time_shift > c.data.margin:
+        wrong.append(f"phase1.augment.time_shift={c.phase1.augment.time_shift} is above data.margin={c.data.margin}")
     if len(set(c.evaluate.seeds)) < len(c.evaluate.seeds):
         wrong.append(f"evaluate.seeds={c.evaluate.seeds}: the same seed twice")
     if not all(setting.partition("=")[0] and "=" in setting for setting in c.ddp.nccl_env):

@@ -10,6 +10,6 @@ def opt(default, doc, low=None, high=None, choices=None):
     return field(default=default, metadata=meta)
 
 
-def sub(cls, **changes):
-    """A nested section whose defaults differ from those of its class in `changes`."""
-    return field(default_factory=lambda: cls(**changes))
+def sub(cls, title="", **changes):
+    """A nested section whose defaults differ from those of its class in `changes`; the title stands in default.yaml."""
+    return field(default_factory=lambda: cls(**changes), metadata={"title": title})

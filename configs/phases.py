@@ -26,6 +26,17 @@ class LoaderConfig:
     prefetch_factor: int = opt(2, "batches each process prepares ahead", low=1)
     persistent_workers: bool = opt(True, "keep the processes between epochs")
     drop_last: bool = opt(True, "drop an incomplete last batch")
+    rank_weights: list[float] = opt([1.0], "relative share of each rank in a global batch, for unequal GPUs; one "
+                                           "number = equal shares", low=0.001)
+
+
+@dataclass
+class AugmentConfig:
+    time_shift: int = opt(10, "a sample begins up to so many control steps earlier or later; 0 = off", low=0)
+    speed_noise: float = opt(0.1, "standard deviation of noise on the seen speeds, m/s; 0 = off", low=0)
+    position_jitter: float = opt(5.0, "a sample is moved along the road by up to so much, m; 0 = off", low=0)
+    edge_dropout: float = opt(0.1, "share of the edges left out; 0 = off", low=0, high=1)
+    node_mask: float = opt(0.05, "share of the vehicles whose features are hidden in a step; 0 = off", low=0, high=1)
 
 
 @dataclass
@@ -56,6 +67,7 @@ class Phase1Config:
     checkpointing: bool = opt(False, "recompute the world model's activations in the backward pass")
     amp: AmpConfig = sub(AmpConfig)
     loader: LoaderConfig = sub(LoaderConfig)
+    augment: AugmentConfig = sub(AugmentConfig)
 
 
 @dataclass
@@ -76,6 +88,7 @@ class PPOConfig:
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
+    spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)
     amp: AmpConfig = sub(AmpConfig, init_scale=32768.0, growth_interval=1000)
 
 

@@ -1,14 +1,15 @@
 """Every setting of the project: type, default, range and meaning.
 
-The YAML files hold values; this file and configs/phases.py hold meaning. `opt` attaches the description and the
-limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine (see default.yaml).
+The YAML files hold values; this file, configs/traffic.py and configs/phases.py hold meaning. `opt` attaches the
+description and the limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine
+(see default.yaml).
 """
 from dataclasses import dataclass
 
 from configs.options import opt, sub
 from configs.phases import DDPConfig, Phase1Config, Phase3Config, PPOConfig
-
-BASELINES = ("none", "random", "lane_advice", "follower_stopper")  # env/baselines.py
+from configs.traffic import (BASELINES, BaselinesConfig, BottleneckConfig, CorridorConfig, DriverConfig,
+                             FigureEightConfig, MergeConfig, RingConfig)
 
 
 @dataclass
@@ -27,8 +28,9 @@ class RunConfig:
 
 @dataclass
 class EnvConfig:
-    scenario: str = opt("corridor", "built-in name (corridor, ring) or path of a .sumocfg")
-    backend: str = opt("traci", "how Python talks to SUMO", choices=("traci",))
+    scenario: str = opt("corridor", "corridor, ring, figure_eight, merge, bottleneck, or path of a .sumocfg")
+    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
+                       choices=("traci", "libsumo"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
@@ -36,7 +38,7 @@ class EnvConfig:
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
-    max_commands: int = opt(5, "K: ICVs commanded per control step at most", low=1, high=64)
+    max_commands: int = opt(5, "K: ICVs commanded per control step at most; max_vehicles = all", low=1, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: safe-speed check and comfort limit of braking off, "
                               "right of way and red lights on", low=0, high=127)
     lane_change_mode: int = opt(1621, "SUMO lane-change mode of commanded ICVs (1621 = SUMO's default)", low=0)
@@ -46,30 +48,6 @@ class EnvConfig:
     recycle_episodes: int = opt(200, "start a fresh SUMO process after so many episodes", low=1)
     call_timeout_s: float = opt(30.0, "a SUMO that answers later counts as frozen, s", low=0.1)
     start_timeout_s: float = opt(60.0, "time a SUMO gets to load its network, s", low=1)
-
-
-@dataclass
-class CorridorConfig:
-    main_flow: float = opt(2800.0, "mainline demand, veh/h", low=1)
-    ramp_flow: float = opt(800.0, "demand of each on-ramp, veh/h", low=1)
-    lanes: int = opt(2, "mainline lanes", low=1, high=6)
-    ramps: int = opt(2, "on-ramps, each with a 150 m acceleration lane", low=1, high=8)
-
-
-@dataclass
-class RingConfig:
-    length_m: float = opt(230.0, "circumference, m", low=60)
-    vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
-
-
-@dataclass
-class DriverConfig:
-    model: str = opt("Krauss", "SUMO car-following model of every built-in scenario")
-    accel: float = opt(0.8, "m/s^2", low=0.1)
-    decel: float = opt(4.5, "comfortable braking, m/s^2", low=0.1)
-    sigma: float = opt(0.5, "driver imperfection", low=0, high=1)
-    tau: float = opt(1.0, "desired time headway, s", low=0.1)
-    max_speed: float = opt(30.0, "m/s", low=1)
 
 
 @dataclass
@@ -118,23 +96,39 @@ class ShieldConfig:
 @dataclass
 class DataConfig:
     folder: str = opt("datasets/corridor", "raw/ and processed/ go below it")
+    scenarios: list[str] = opt(["same"], "built-in names or .sumocfg paths, in turn by episode; same = env.scenario")
     samples: int = opt(1000, "samples to collect", low=1)
     samples_per_episode: int = opt(50, "samples taken from one episode, evenly in time", low=1)
     samples_per_chunk: int = opt(50, "samples per raw chunk (50 to 200) and processed chunk", low=1)
     vehicles: list[int] = opt([10, 20], "fewest and most vehicles of a sample: one vehicle and its nearest")
+    regions: int = opt(1, "samples cut from one moment, each around a vehicle that no earlier one holds", low=1)
     history: int = opt(10, "T: control steps of history, 10 to 20", low=2, high=64)
     future: int = opt(5, "H: control steps to predict", low=1, high=20)
+    margin: int = opt(10, "steps recorded before and after a sample, for phase1.augment.time_shift", low=0, high=64)
+    k_vary: int = opt(2, "training samples have up to so many neighbours more or less than graph.k_* say; held-out "
+                         "ones exactly those", low=0, high=16)
     held_out: float = opt(0.2, "share of the episodes kept for validation", low=0.01, high=0.9)
     controllers: list[str] = opt(["none", "random", "lane_advice", "follower_stopper"],
                                  "who drives the ICVs while collecting, in turn by episode", choices=BASELINES)
     demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode", low=0.01, high=10)
     processes: int = opt(6, "SUMO processes that collect at once", low=1)
+    storage: str = opt("float16", "features on disk; int8 halves them (data/storage.py says at what error)",
+                       choices=("float16", "int8"))
+    on_bad_row: str = opt("stop", "a training sample with NaN or infinite values ends phase 1, or is left out",
+                          choices=("stop", "skip"))
+    open_chunks: int = opt(3, "chunks that a process has open, and that samples are shuffled over", low=1, high=64)
+    cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = memory maps", low=0)
+    cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0)
+    disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, the longest unused first, GB",
+                         low=0)
+    tmpfs: bool = opt(False, "phase 1 reads a copy of the graphs in /dev/shm, removed at the end")
 
 
 @dataclass
 class RolloutConfig:
     num_workers: int = opt(6, "rollout processes per node, shared by its learners; 0 = in this process", low=0)
     num_envs_per_worker: int = opt(2, "environments of a worker; the groups alternate", low=1, high=8)
+    pin_workers: bool = opt(True, "keep each worker and its SUMO on one processor, when some are left for the learners")
 
 
 @dataclass
@@ -159,21 +153,25 @@ class CoordinatorConfig:
 
 @dataclass
 class Config:
-    run: RunConfig = sub(RunConfig)
-    env: EnvConfig = sub(EnvConfig)
-    corridor: CorridorConfig = sub(CorridorConfig)
-    ring: RingConfig = sub(RingConfig)
-    driver: DriverConfig = sub(DriverConfig)
-    graph: GraphConfig = sub(GraphConfig)
-    reward: RewardConfig = sub(RewardConfig)
-    model: ModelConfig = sub(ModelConfig)
-    shield: ShieldConfig = sub(ShieldConfig)
-    data: DataConfig = sub(DataConfig)
-    ddp: DDPConfig = sub(DDPConfig)
-    rollout: RolloutConfig = sub(RolloutConfig)
-    phase1: Phase1Config = sub(Phase1Config)
-    phase2: PPOConfig = sub(PPOConfig)
-    phase3: Phase3Config = sub(Phase3Config)
-    checkpoint: CheckpointConfig = sub(CheckpointConfig)
-    evaluate: EvaluateConfig = sub(EvaluateConfig)
-    coordinator: CoordinatorConfig = sub(CoordinatorConfig)
+    run: RunConfig = sub(RunConfig, "Names, seeds, devices")
+    env: EnvConfig = sub(EnvConfig, "Environment and SUMO")
+    corridor: CorridorConfig = sub(CorridorConfig, "Built-in scenario `corridor`")
+    ring: RingConfig = sub(RingConfig, "Built-in scenario `ring`")
+    figure_eight: FigureEightConfig = sub(FigureEightConfig, "Built-in scenario `figure_eight`")
+    merge: MergeConfig = sub(MergeConfig, "Built-in scenario `merge`")
+    bottleneck: BottleneckConfig = sub(BottleneckConfig, "Built-in scenario `bottleneck`")
+    driver: DriverConfig = sub(DriverConfig, "Human drivers of corridor and ring")
+    baselines: BaselinesConfig = sub(BaselinesConfig, "Controllers to compare with (env/baselines.py)")
+    graph: GraphConfig = sub(GraphConfig, "Graph of the traffic")
+    reward: RewardConfig = sub(RewardConfig, "Reward of one control step (env/score.py)")
+    model: ModelConfig = sub(ModelConfig, "Model sizes")
+    shield: ShieldConfig = sub(ShieldConfig, "Safety shield")
+    data: DataConfig = sub(DataConfig, "Data collection and preprocessing")
+    ddp: DDPConfig = sub(DDPConfig, "DistributedDataParallel")
+    rollout: RolloutConfig = sub(RolloutConfig, "Rollout processes of phases 2 and 3")
+    phase1: Phase1Config = sub(Phase1Config, "Phase 1: world model (train_ddp.py --phase 1)")
+    phase2: PPOConfig = sub(PPOConfig, "Phase 2: PPO (train_rl.py)")
+    phase3: Phase3Config = sub(Phase3Config, "Phase 3: constrained optimisation (train_ddp.py --phase 3)")
+    checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
+    evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
+    coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")

@@ -1,137 +1,210 @@
-"""Reading processed chunks while training: memory-mapped, opened lazily in each process, in block-shuffled order."""
+"""Reading processed chunks while training: opened lazily in each process, in block-shuffled order."""
+import os
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from data.layout import VERSION, DataError, read_json, record_type
-from env.graph import GLOBAL, NODE
+from configs import ConfigError
+from data.layout import FEATURES, GRAPH, DataError, chunk_offset, read_description
+from data.location import hold
+from data.storage import scale_and_zero
 
-OPEN_CHUNKS = 3  # LRU of open memory maps per process
+NUMBERS = (*FEATURES, "moved", "speed", "extent")  # the fields that could hold NaN
 
 
 class ChunkedDataset(Dataset):
     """Samples of one split ("train" or "held_out"). Raises DataError naming a missing, damaged or foreign file.
 
-    `dataset[i]` is a dictionary of tensors; a list of indices gives a whole batch in one gather per chunk.
+    `dataset[i]` is a dictionary of tensors: the fields of a frame (data.layout) with the axis of the T + H frames of a
+    window before them (T for those in GRAPH), features as float32, and two more: `row` is i, and `bad` says that the
+    window held NaN or infinite values; it is then given back empty, without any vehicle. A list of indices gives a
+    whole batch at once.
     """
 
-    def __init__(self, folder, split):
-        self.folder = Path(folder) / "processed"
-        self.meta = read_json(self.folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
-        if not isinstance(self.meta, dict) or self.meta.get("version") != VERSION:
-            raise DataError(f"{self.folder / 'metadata.json'}: not metadata of a data set of format {VERSION}")
-        self.statistics = read_json(self.folder / "statistics.json", "statistics of a processed data set")
-        for name, columns in (("nodes", NODE), ("globals", GLOBAL)):
-            if [len(column) for column in _columns(self.statistics, name)] != [len(columns)] * 2:
-                raise DataError(f"{self.folder / 'statistics.json'}: no mean and std of {len(columns)} {name} features")
-        self.chunks = [c for c in self.meta["chunks"] if c["split"] == split]
-        self.ends = np.cumsum([c["rows"] for c in self.chunks])
-        for chunk in self.chunks:
-            self.dtype = self._check(chunk)
-        self.open = OrderedDict()
+    def __init__(self, folder, split, open_chunks=3, cache_mb=0.0, cache_timeout_s=60.0):
+        self.folder = Path(folder)
+        meta, self.statistics, self.shape = read_description(self.folder)
+        self.dtype = self.shape.frame()
+        self.codes = {name: self._tiles(name, meta["ranges"][name]) for name in FEATURES if meta["ranges"]}
+        self.chunks = [c for c in meta["chunks"] if c["split"] == split]
+        files = [self.folder / chunk["file"] for chunk in self.chunks]
+        offsets = [chunk_offset(path, chunk, self.shape) for path, chunk in zip(files, self.chunks)]
+        self.sizes = np.array([c["rows"] for c in self.chunks])
+        self.ends = np.cumsum(self.sizes)
+        self.open = OpenChunks(list(zip(files, offsets)), open_chunks, cache_mb, cache_timeout_s)
+        self.hold = hold(self.folder)
 
     def __len__(self):
         return int(self.ends[-1])
 
+    def __getstate__(self):
+        return {**self.__dict__, "hold": None}
+
     def __getitem__(self, index):
         return {name: value[0] for name, value in self.__getitems__([index]).items()}
 
-    def __getitems__(self, indices):
-        """A batch as a dictionary of tensors [len(indices), ...]; features come as float32."""
-        indices = np.asarray(indices, int)
-        if len(indices) and not (-len(self) <= indices.min() and indices.max() < len(self)):
-            raise IndexError(f"row {indices.min()} or {indices.max()} of a split with {len(self)} rows")
-        indices = indices % len(self)
-        which = np.searchsorted(self.ends, indices, "right")
-        records = np.empty(len(indices), self.dtype)
+    def __getitems__(self, rows):
+        """A batch as a dictionary of tensors [len(rows), ...], each sample in the middle of its margins."""
+        return self.read(rows, np.full(len(rows), self.shape.margin))
+
+    def read(self, rows, start):
+        """A batch whose windows begin at the frames `start` of their records, 0 to 2 M. Sorted rows are read faster."""
+        rows, start = np.asarray(rows, int), np.asarray(start, int)
+        if len(rows) and not (0 <= rows.min() and rows.max() < len(self)):
+            raise IndexError(f"row {rows.min()} or {rows.max()} of a split with {len(self)} rows")
+        if (np.diff(rows) < 0).any():
+            order = np.argsort(rows, kind="stable")
+            return {name: value[np.argsort(order)] for name, value in self.read(rows[order], start[order]).items()}
+        windows, batch = self._gather(rows, start), {"row": torch.from_numpy(rows)}
+        for name in self.dtype.names:
+            values = torch.from_numpy(windows[name][:, :self.shape.history] if name in GRAPH else windows[name])
+            batch[name] = self._decode(name, values) if name in FEATURES else values.contiguous()
+        batch["fresh"][:, 0] |= batch["present"][:, 0]  # nobody has a past before the window
+        return empty_bad_rows(batch)
+
+    def where(self, row):
+        """File and row in it of a row of this split."""
+        c = int(np.searchsorted(self.ends, row, "right"))
+        return f"{self.folder / self.chunks[c]['file']}: row {row - self.ends[c] + self.sizes[c]}"
+
+    def _gather(self, rows, start):
+        """The windows [B, T + H] of sorted rows as stored."""
+        which, size = np.searchsorted(self.ends, rows, "right"), self.dtype.itemsize
+        windows = np.empty((len(rows), self.shape.window), self.dtype)
+        first = ((rows - self.ends[which] + self.sizes[which]) * self.shape.frames + start) * size
+        into, length = memoryview(windows.reshape(-1).view(np.uint8)), self.shape.window * size
         for c in np.unique(which):
-            here = np.flatnonzero(which == c)
-            records[here] = self._map(int(c))[indices[here] - (self.ends[c] - self.chunks[c]["rows"])]
-        return {name: _tensor(records[name]) for name in records.dtype.names}
+            begin, end = np.searchsorted(which, [c, c + 1])
+            self.open.read(c, first[begin:end].tolist(), into[begin * length:end * length])
+        return windows
+
+    def _decode(self, name, values):
+        if not self.codes:
+            return values.float()
+        scale, zero = self.codes[name]
+        return values.float().sub_(zero).mul_(scale)
+
+    def _tiles(self, name, bounds):
+        """Scale and zero of one part as tensors of its whole size in a frame: torch is slow at repeating 4 numbers."""
+        shape = self.dtype[name].shape
+        return [torch.from_numpy(values).expand(shape).contiguous() for values in scale_and_zero(*bounds)]
+
+
+class OpenChunks:
+    """The chunks that a process used last: `count` open files or, with `cache_mb` > 0, copies in memory that together
+    stay below that size and are dropped after `timeout_s` seconds without use (looked at whenever a chunk is read).
+
+    Windows are copied straight from the system's page cache (pread). That is faster than memory maps, of which every
+    page must be mapped anew; memory does not seem to grow; and a file that shrinks is an error instead of a SIGBUS.
+    """
+
+    def __init__(self, files, count, cache_mb, timeout_s):
+        self.files, self.count = files, count  # [(path, offset of the frames)], headers checked
+        self.cache_bytes, self.timeout_s = cache_mb * 1e6, timeout_s
+        self.chunks = OrderedDict()  # number: (file or bytes, time of the last use), least recently used first
 
     def __getstate__(self):
-        return {**self.__dict__, "open": OrderedDict()}  # pickling a memory map would copy the data
+        return {**self.__dict__, "chunks": OrderedDict()}  # every process opens its own
 
-    def _map(self, c):
-        if c in self.open:
-            self.open.move_to_end(c)
-        else:
-            self.open[c] = np.load(self.folder / self.chunks[c]["file"], mmap_mode="r", allow_pickle=False)
-            if len(self.open) > OPEN_CHUNKS:
-                self.open.popitem(last=False)
-        return self.open[c]
+    def read(self, c, places, into):
+        """Fill the memoryview `into` with parts of equal size from the given places (bytes) in chunk number `c`."""
+        source, (path, offset), length = self._get(c), self.files[c], len(into) // len(places)
+        for i, place in enumerate(places):
+            part, begin = into[i * length:(i + 1) * length], offset + place
+            if isinstance(source, bytes):
+                found = memoryview(source)[begin:begin + length]
+                part[:len(found)], count = found, len(found)
+            else:
+                count = os.preadv(source.fileno(), [part], begin)
+            if count != length:
+                raise DataError(f"{path}: has become shorter while it was read; run data.check")
 
-    def _check(self, chunk):
-        """Compare a file's size and header with the metadata, without reading the data."""
-        path = self.folder / chunk["file"]
-        if not path.exists():
-            raise DataError(f"{path}: missing; run data.preprocess again")
-        if path.stat().st_size != chunk["bytes"]:
-            raise DataError(f"{path}: {path.stat().st_size} bytes, expected {chunk['bytes']}: truncated or damaged")
-        try:
-            array = np.lib.format.open_memmap(path, "r")
-            sizes = array.dtype["present"].shape[-1], array.dtype["edges"].shape[2]
-            expected = record_type(self.meta["history"], self.meta["future"], *sizes)
-        except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
-            raise DataError(f"{path}: not a chunk of this data set: {error}") from None
-        if array.dtype != expected or array.shape != (chunk["rows"],):
-            raise DataError(f"{path}: holds {array.shape} {array.dtype}, expected {chunk['rows']} records {expected}")
-        return expected
+    def _get(self, c):
+        source, _ = self.chunks.pop(c, (None, 0))
+        if source is None:
+            path = self.files[c][0]
+            source = path.read_bytes() if self.cache_bytes else open(path, "rb", buffering=0)
+        self.chunks[c] = source, time.monotonic()
+        while len(self.chunks) > 1 and self._oldest_must_go():
+            self.chunks.popitem(last=False)
+        return source
 
-
-def _columns(statistics, name):
-    """[mean, std] of one kind of features; empty lists where the file is of another kind."""
-    part = statistics.get(name) if isinstance(statistics, dict) else None
-    return [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
+    def _oldest_must_go(self):
+        if not self.cache_bytes:
+            return len(self.chunks) > self.count
+        _, used = next(iter(self.chunks.values()))
+        return (sum(len(copy) for copy, _ in self.chunks.values()) > self.cache_bytes
+                or time.monotonic() - used > self.timeout_s)
 
 
-def _tensor(values):
-    # A real copy: never a view of the file, and torch refuses the strides of fields in records of odd length.
-    return torch.from_numpy(np.array(values, np.float32 if values.dtype == np.float16 else values.dtype, order="C"))
-
-
-def identity(batch):
-    """Collate function for `__getitems__`, which already returns a batch."""
+def empty_bad_rows(batch):
+    """Mark the samples with NaN or infinite values in `bad`, and empty them: no vehicle, so no target, no edge."""
+    batch["bad"], numbers = torch.zeros_like(batch["row"], dtype=torch.bool), [batch[name] for name in NUMBERS]
+    if not torch.isfinite(sum(values.sum() for values in numbers)):
+        batch["bad"] = ~torch.isfinite(sum(values.flatten(1).sum(1) for values in numbers))
+        for name, value in batch.items():
+            if name not in ("bad", "row"):
+                value[batch["bad"]] = -1 if name == "neighbours" else 0
     return batch
 
 
-class BlockSampler(Sampler):
-    """Batches of indices for one rank, block-shuffled; the order depends on (seed, epoch) only.
+def bad_rows(dataset, batch):
+    """Names (file and row) of the samples of a batch that were emptied."""
+    return [dataset.where(int(row)) for row in batch["row"][batch["bad"]]]
 
-    Blocks of neighbouring rows are permuted, and rows inside a window of blocks: nearly as random as a full shuffle,
-    but a window touches few pages. Every rank takes its slice of each global batch, so no sample is used twice or
-    (but for the dropped rest) never in an epoch. Set `epoch` and `skip` (global batches already done) before use.
+
+class BlockSampler(Sampler):
+    """Batches (epoch, rows) for one rank, block-shuffled; the order of an epoch depends on (seed, epoch) only.
+
+    The chunks are permuted, and the rows inside a window of `window` chunks: nearly as random as a full shuffle,
+    because the writer has shuffled samples over the chunks, and each chunk is opened once. Every rank takes its share
+    of each global batch, so no sample is used twice or (but for a dropped rest) never in an epoch. Set `epoch` and
+    `done` before use: `done` samples of the epoch's order have been used already, by however many ranks.
+
+    `weights`: relative size of each rank's share; one number means equal shares of `batch_size`.
     """
 
-    def __init__(self, length, batch_size, rank=0, world=1, seed=0, drop_last=True, block=16, window=16):
-        self.length, self.batch_size, self.rank, self.world = length, batch_size, rank, world
-        self.seed, self.drop_last, self.block, self.window = seed, drop_last, block, window
-        self.epoch = self.skip = 0
-        if drop_last and length < batch_size * world:
-            raise DataError(f"{length} samples do not fill one global batch of {world} ranks x {batch_size}; "
+    def __init__(self, sizes, batch_size, rank=0, world=1, seed=0, drop_last=True, window=3, weights=(1.0,)):
+        self.sizes, self.size, self.rank, self.seed = np.asarray(sizes), batch_size * world, rank, seed
+        self.drop_last, self.window, self.length = drop_last, window, int(np.sum(sizes))
+        self.epoch = self.done = 0
+        if len(weights) not in (1, world):
+            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: expected one for each of {world} ranks")
+        self.weights = np.array(weights if len(weights) == world else [1.0] * world)
+        if np.diff(self._cuts(self.size)).min() < 1:
+            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: a rank gets none of {self.size} samples")
+        if drop_last and self.length < self.size:
+            raise DataError(f"{self.length} samples do not fill one global batch of {world} ranks x {batch_size}; "
                             "collect more or lower the batch size")
 
     def order(self):
         """All row numbers in this epoch's order."""
-        rng = np.random.default_rng([self.seed, self.epoch])
-        blocks = rng.permutation(-(-self.length // self.block))
-        parts = []
-        for start in range(0, len(blocks), self.window):
-            rows = (blocks[start:start + self.window, None] * self.block + np.arange(self.block)).ravel()
-            parts.append(rng.permutation(rows[rows < self.length]))
+        rng, first = np.random.default_rng([self.seed, self.epoch]), np.cumsum(self.sizes) - self.sizes
+        chunks, parts = rng.permutation(len(self.sizes)), []
+        for start in range(0, len(chunks), self.window):
+            rows = [first[c] + np.arange(self.sizes[c]) for c in chunks[start:start + self.window]]
+            parts.append(rng.permutation(np.concatenate(rows)))
         return np.concatenate(parts)
 
     def __len__(self):
-        size = self.batch_size * self.world
-        return self.length // size if self.drop_last else -(-self.length // size)
+        """Global batches of a whole epoch."""
+        return self.length // self.size if self.drop_last else -(-self.length // self.size)
 
     def __iter__(self):
-        order, size = self.order(), self.batch_size * self.world
-        for b in range(self.skip, len(self)):
-            yield order[b * size:(b + 1) * size][self.rank::self.world].tolist()
+        order = self.order()[self.done:]
+        for begin in range(0, len(order), self.size):
+            batch = order[begin:begin + self.size]
+            if len(batch) == self.size or not self.drop_last:
+                cuts = self._cuts(len(batch))
+                yield self.epoch, sorted(batch[cuts[self.rank]:cuts[self.rank + 1]].tolist())
+
+    def _cuts(self, count):
+        """Where the ranks' shares of a global batch of `count` samples begin and end."""
+        return np.rint(np.append(0, np.cumsum(self.weights)) / self.weights.sum() * count).astype(int)
 
 
 class StreamingDataset(IterableDataset):
@@ -153,3 +226,17 @@ class StreamingDataset(IterableDataset):
             for b in range(self.count // self.batch_size):
                 rows = torch.from_numpy(order[b * self.batch_size:(b + 1) * self.batch_size])
                 yield {name: value[rows] for name, value in self.sequences.items()}
+
+
+def make_loader(dataset, sampler, options, pin_memory):
+    """DataLoader with the options of the configuration; `dataset.__getitems__` gives whole batches."""
+    more = {}
+    if options.num_workers:
+        more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers}
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
+                      pin_memory=options.pin_memory and pin_memory, **more)
+
+
+def identity(batch):
+    """Collate function for `__getitems__`, which already returns a batch."""
+    return batch

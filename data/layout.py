@@ -1,45 +1,82 @@
 """Names, shapes and types of everything on disk, and how files are written and checked.
 
-    <folder>/raw/config.json, chunk_EEE_P.json, metadata.json     what SUMO did (episode E, part P)
-    <folder>/processed/chunk_NNN.npy, metadata.json, statistics.json
+    <folder>/raw/config.json, chunk_EEE_P.json, metadata.json          what SUMO did (episode E, part P)
+    <folder>/processed/KEY/chunk_NNN.npy, metadata.json, statistics.json     graphs; KEY is a hash of their settings
 
-A processed chunk is a structured array, one record per sample. Axis letters: T history, F = T + H history and
-future, n vehicles of the sample (padded), k neighbours (padded).
+A processed chunk is a structured array [samples, F] of frames. Axis letters: T history, H future, M margin (room for
+the time shift of augmentation on either side), F = M + T + H + M frames of a sample; n vehicles of it (padded), k
+neighbours (padded). Any T + H frames in a row are a window to train on: they lie together and are read in one piece.
 """
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
-VERSION = 1
+VERSION = 3
+FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
+GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need
+# Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
+READING = ("folder", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb", "tmpfs")
+BUILDING = ("storage", "k_vary")
 
 
 class DataError(Exception):
     """A data file is missing, damaged or of another kind; the message names it."""
 
 
-def record_type(history, future, vehicles, k):
-    """The dtype of one sample: T = history, F = history + future, n = most vehicles, k = most neighbours."""
-    frames = history + future
-    return np.dtype([
-        ("nodes", "<f2", (history, vehicles, len(NODE))), ("edges", "<f2", (history, vehicles, k, len(EDGE))),
-        ("neighbours", "<i2", (history, vehicles, k)), ("globals", "<f2", (history, len(GLOBAL))),
-        ("surround", "<f2", (history, vehicles, len(SURROUND))),
-        ("usable", "?", (history, vehicles)),  # the leader is inside the sample, or there is none
-        ("present", "?", (frames, vehicles)), ("fresh", "?", (frames, vehicles)), ("conflict", "?", (frames, vehicles)),
-        ("moved", "<f4", (frames, vehicles)), ("speed", "<f4", (frames, vehicles))])
+class Shape(NamedTuple):
+    """The sizes of a sample: T, H, M, n, k, and how features are stored ("float16" or "int8")."""
+    history: int
+    future: int
+    margin: int
+    vehicles: int
+    k: int
+    storage: str = "float16"
 
+    @classmethod
+    def of(cls, cfg):
+        d = cfg.data
+        return cls(d.history, d.future, d.margin, d.vehicles[1], cfg.graph.k_max + d.k_vary, d.storage)
+
+    @property
+    def window(self):
+        return self.history + self.future
+
+    @property
+    def frames(self):
+        return self.window + 2 * self.margin
+
+    def frame(self):
+        """The dtype of one frame of a sample."""
+        n, k, number = self.vehicles, self.k, {"float16": "<f2", "int8": "i1"}[self.storage]
+        return np.dtype([
+            ("nodes", number, (n, len(NODE))), ("edges", number, (n, k, len(EDGE))),
+            ("surround", number, (n, len(SURROUND))),
+            ("neighbours", "i1" if n < 128 else "<i2", (n, k)), ("globals", number, (len(GLOBAL),)),
+            ("usable", "?", (n,)),  # the leader is inside the sample, or there is none
+            ("present", "?", (n,)), ("fresh", "?", (n,)), ("conflict", "?", (n,)), ("moved", "<f4", (n,)),
+            ("speed", "<f4", (n,)), ("extent", "<f4")], align=True)  # aligned: torch takes no odd strides
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
 
 def write_atomically(path, data):
-    """Write bytes or text to a temporary file beside `path`, flush it to disk, then rename it."""
+    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with open(temporary, "wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        if isinstance(data, np.ndarray):
+            np.lib.format.write_array(file, data, allow_pickle=False)
+        else:
+            file.write(data.encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -61,14 +98,94 @@ def file_hash(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def data_settings(cfg):
-    """What determines the content of a data set: two runs with equal settings give equal files."""
-    from dataclasses import asdict
-    data = {k: v for k, v in asdict(cfg.data).items() if k not in ("folder", "processes")}
-    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k != "recycle_episodes"}
-    scenario = asdict(getattr(cfg, cfg.env.scenario)) if hasattr(cfg, cfg.env.scenario) else {}
-    return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": scenario, "driver": asdict(cfg.driver),
-            "graph": asdict(cfg.graph), "data": data}
+@contextlib.contextmanager
+def only_writer(folder, report=print):
+    """One process at a time prepares a data set; the kernel lets go of the lock however the process ends. Removes the
+    temporary files of writers that were killed."""
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError:  # a data set that may only be read has no writers
+        yield
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(f"{folder}: waiting for another process that prepares this data set")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in [*folder.glob("raw/.*.json.*"), *folder.glob("processed/*/.*.*")]:
+            left.unlink()
+        yield
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------------
+
+def read_description(folder):
+    """(metadata, statistics, Shape) of a processed data set."""
+    folder = Path(folder)
+    meta = read_json(folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
+    try:
+        shape, version = Shape(**meta["shape"]), meta["version"]
+        shape.frame(), meta["ranges"], meta["chunks"][0]["file"]
+    except (KeyError, TypeError, IndexError):
+        shape, version = None, None
+    if version != VERSION:
+        raise DataError(f"{folder / 'metadata.json'}: not metadata of a data set of format {VERSION}")
+    statistics = read_json(folder / "statistics.json", "statistics of a processed data set")
+    for name in ("nodes", "globals"):
+        part = statistics.get(name) if isinstance(statistics, dict) else None
+        columns = [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
+        if [len(column) for column in columns] != [len(FEATURES[name])] * 2:
+            raise DataError(f"{folder / 'statistics.json'}: no mean and std of {len(FEATURES[name])} {name} features")
+    return meta, statistics, shape
+
+
+def chunk_offset(path, chunk, shape):
+    """Where the frames of a processed chunk begin, bytes, after comparing size and header with the metadata; the data
+    are not read. DataError says what was expected and what was found."""
+    if not path.exists():
+        raise DataError(f"{path}: missing; run data.preprocess again")
+    if path.stat().st_size != chunk["bytes"]:
+        raise DataError(f"{path}: {path.stat().st_size} bytes, expected {chunk['bytes']}: truncated or damaged")
+    try:
+        array = np.lib.format.open_memmap(path, "r")
+    except (ValueError, KeyError, IndexError, TypeError, EOFError, SyntaxError) as error:
+        raise DataError(f"{path}: not a chunk of this data set: {error}") from None
+    dtype, found = shape.frame(), array.dtype.fields or {}
+    if array.dtype != dtype:
+        wrong = [f"{name} is {found[name][0] if name in found else 'missing'}, expected {dtype[name]}"
+                 for name in dtype.names if name not in found or found[name][0] != dtype[name]]
+        raise DataError(f"{path}: frames of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}")
+    if array.shape != (chunk["rows"], shape.frames) or not chunk["rows"]:
+        raise DataError(f"{path}: holds {array.shape} frames, expected {(chunk['rows'], shape.frames)}, at least 1 row")
+    return array.offset
+
+
+def raw_settings(cfg):
+    """What determines the raw samples: two collections with equal settings give equal files."""
+    data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
+    no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
+    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
+    graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
+    sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
+    return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": sections, "driver": asdict(cfg.driver),
+            "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def scenarios(cfg):
+    """The scenarios to collect from; "same" stands for env.scenario."""
+    return [cfg.env.scenario if name == "same" else name for name in cfg.data.scenarios]
+
+
+def processed_folder(cfg):
+    """Where the graphs of this configuration lie; the folder's name is a hash of all that determines them."""
+    raw = Path(cfg.data.folder) / "raw" / "metadata.json"
+    read_json(raw, "metadata of a finished collection (run data.collect first)")
+    content = [VERSION, file_hash(raw), asdict(cfg.graph), *(getattr(cfg.data, name) for name in BUILDING)]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    return Path(cfg.data.folder) / "processed" / key
 
 
 def check_settings(path, settings, remedy):

@@ -3,7 +3,9 @@
     python -m data.preprocess --config configs/quick.yaml
 
 Resumable: a progress file lists the raw chunks already built in, and the same command continues. Features stay in
-physical units; their statistics go to statistics.json, and the models normalise with them.
+physical units; their statistics go to statistics.json, and the models normalise with them. The result lies in
+processed/KEY/, KEY being a hash of the raw samples and of every setting that matters: going back to earlier settings
+finds the earlier graphs again, and data.location keeps the folder below data.disk_gb.
 """
 import json
 import sys
@@ -12,38 +14,58 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError
-from data.layout import (VERSION, DataError, check_settings, data_settings, file_hash, read_json, record_type,
-                         write_atomically)
-from env.graph import EDGE, GLOBAL, NODE, SCENE, conflicts, neighbour_graph, node_features
+from data.layout import (FEATURES, VERSION, DataError, Shape, check_settings, file_hash, only_writer, processed_folder,
+                         raw_settings, read_json, write_atomically)
+from data.location import make_room, mark_used
+from data.records import build_record
+from data.storage import encode, features, largest_error, value_ranges
 
 
 def preprocess(cfg, report=print):
-    """Build processed/ from raw/; returns its path. Raises DataError naming a missing or damaged file."""
-    root = Path(cfg.data.folder)
-    raw, out = root / "raw", root / "processed"
-    meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
-    check_settings(out / "config.json", {**data_settings(cfg), "raw": file_hash(raw / "metadata.json")},
-                   f"remove {out} or name another data.folder")
-    if (out / "metadata.json").exists():
-        chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
-        if all((out / c["file"]).exists() for c in chunks):
+    """Build this configuration's graphs from raw/; returns their folder. DataError names a missing or damaged file."""
+    raw = Path(cfg.data.folder) / "raw"
+    with only_writer(cfg.data.folder, report):
+        meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
+        check_settings(raw / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
+        out = processed_folder(cfg)
+        if is_complete(out):
             report(f"preprocess: {out} is complete")
-            return out
+        else:
+            build(cfg, meta, out, report)
+        (out / "progress.json").unlink(missing_ok=True)
+        mark_used(out)
+        make_room(out, cfg.data.disk_gb, report)
+    return out
+
+
+def is_complete(out):
+    if not (out / "metadata.json").exists():
+        return False
+    chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
+    return all((out / c["file"]).exists() for c in chunks)
+
+
+def build(cfg, meta, out, report):
+    """Write all files of a processed data set that are not there yet."""
+    raw, shape = Path(cfg.data.folder) / "raw", Shape.of(cfg)
+    out.mkdir(parents=True, exist_ok=True)
     plan = destinations(meta, cfg.data.samples_per_chunk, cfg.run.seed)
-    dtype = record_type(cfg.data.history, cfg.data.future, cfg.data.vehicles[1], cfg.graph.k_max)
-    _fill_chunks(cfg, raw, out, meta, plan, dtype, report)
-    chunks = _finish_chunks(out, plan)
-    statistics = compute_statistics(out, [c for c in chunks if c["split"] == "train"])
+    _fill_chunks(cfg, raw, out, meta, plan, shape, report)
+    ranges = _ranges(out, plan) if shape.storage == "int8" else None
+    chunks = [_finish_chunk(out, name, plan, shape, ranges) for name in plan["sizes"]]
+    statistics = compute_statistics(out, [c for c in chunks if c["split"] == "train"], ranges)
     write_atomically(out / "statistics.json", json.dumps(statistics, indent=1))
     write_atomically(out / "metadata.json", json.dumps({
-        "version": VERSION, "sumo_version": meta["sumo_version"], "scenario": meta["scenario"],
-        "history": cfg.data.history, "future": cfg.data.future, "interval": cfg.env.control_interval,
-        "nodes": NODE, "edges": EDGE, "globals": GLOBAL, "raw_sha256": file_hash(raw / "metadata.json"),
+        "version": VERSION, "sumo_version": meta["sumo_version"], "scenarios": meta["scenarios"],
+        "shape": shape._asdict(), "interval": cfg.env.control_interval, "features": FEATURES, "ranges": ranges,
+        "largest_error": ranges and largest_error(ranges), "raw_sha256": file_hash(raw / "metadata.json"),
         "duplicates": plan["duplicates"], "chunks": chunks}, indent=1))
-    (out / "progress.json").unlink(missing_ok=True)
     report(f"preprocess: {sum(c['rows'] for c in chunks)} samples in {len(chunks)} chunks, "
-           f"{plan['duplicates']} duplicates dropped, in {out}")
-    return out
+           f"{sum(c['bytes'] for c in chunks) / 1e6:.0f} MB, {plan['duplicates']} duplicates dropped, in {out}")
+    if ranges:
+        worst = largest_error(ranges)
+        report(f"preprocess: int8 is wrong by at most {worst['nodes']['speed']:.2g} m/s of speed, "
+               f"{worst['edges']['gap']:.2g} m of gap, {worst['edges']['ttc']:.2g} s of TTC (all: metadata.json)")
 
 
 def destinations(meta, per_chunk, seed):
@@ -71,101 +93,86 @@ def destinations(meta, per_chunk, seed):
     return {"rows": rows, "sizes": sizes, "splits": splits, "duplicates": duplicates}
 
 
-def _fill_chunks(cfg, raw, out, meta, plan, dtype, report):
-    """Build the records of every raw chunk that progress.json does not list yet into half-built chunks."""
-    progress = out / "progress.json"
+def _fill_chunks(cfg, raw, out, meta, plan, shape, report):
+    """Build the records of every raw chunk that progress.json does not list yet into half-built float16 chunks."""
+    progress, dtype = out / "progress.json", shape._replace(storage="float16").frame()
     done = read_json(progress, "a list of chunks") if progress.exists() else []
     for name, size in plan["sizes"].items():
         if not (out / name).exists() and not (out / f"{name}.part").exists():
-            with open(out / f"{name}.part", "wb") as file:
-                np.lib.format.write_array(file, np.zeros(size, dtype), allow_pickle=False)
+            write_atomically(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
             done = []
     for number, chunk in enumerate(meta["chunks"], 1):
         if chunk["file"] in done:
             continue
-        if not (raw / chunk["file"]).exists() or file_hash(raw / chunk["file"]) != chunk["sha256"]:
-            raise DataError(f"{raw / chunk['file']}: missing, damaged or half written (its SHA-256 is not that of "
-                            "metadata.json); remove the file and run data.collect again")
         targets = {}
-        for index, sample in enumerate(read_json(raw / chunk["file"], "a raw chunk")["samples"]):
+        for index, sample in enumerate(_raw_samples(raw, chunk)):
             name, row = plan["rows"].get((chunk["file"], index), (None, None))
-            if name:
-                targets.setdefault(name, []).append((row, build_record(sample, cfg, dtype)))
+            if name and not (out / name).exists():  # finished earlier: never written in place
+                k_shift = _k_shift(cfg, chunk["hashes"][index]) if plan["splits"][name] == "train" else 0
+                try:
+                    record = build_record(sample, shape, cfg.graph.radius_m, k_shift)
+                except ValueError as error:
+                    raise DataError(f"{raw / chunk['file']}: sample {index}: {error}") from None
+                targets.setdefault(name, []).append((row, record))
         for name, records in targets.items():
-            if (out / name).exists():
-                continue  # finished earlier: never written in place
             array = np.lib.format.open_memmap(out / f"{name}.part", "r+")
             for row, record in records:
                 array[row] = record
             array.flush()
-            del array
         done.append(chunk["file"])
         write_atomically(progress, json.dumps(done))
         if number % 10 == 0 or number == len(meta["chunks"]):
             report(f"preprocess: {number}/{len(meta['chunks'])} raw chunks")
 
 
-def _finish_chunks(out, plan):
-    chunks = []
-    for name, size in plan["sizes"].items():
-        part = out / f"{name}.part"
-        if part.exists():
-            part.rename(out / name)
-        chunks.append({"file": name, "rows": size, "split": plan["splits"][name], "bytes": (out / name).stat().st_size,
-                       "sha256": file_hash(out / name)})
-    return chunks
+def _raw_samples(raw, chunk):
+    if not (raw / chunk["file"]).exists() or file_hash(raw / chunk["file"]) != chunk["sha256"]:
+        raise DataError(f"{raw / chunk['file']}: missing, damaged or half written (its SHA-256 is not that of "
+                        "metadata.json); remove the file and run data.collect again")
+    return read_json(raw / chunk["file"], "a raw chunk")["samples"]
 
 
-def build_record(sample, cfg, dtype):
-    """One record of `dtype` from a raw sample (see data.collect.cut_sample)."""
-    record = np.zeros((), dtype)
-    record["neighbours"] = -1
-    present = np.array(sample["present"], bool)
-    n, before = present.shape[1], np.zeros(present.shape[1], bool)
-    odometer = np.zeros(n)
-    for f, here in enumerate(present):
-        scene = _scene(sample, f)
-        fresh, members = here & ~before, np.flatnonzero(here)
-        record["present"][f, :n], record["fresh"][f, :n] = here, fresh
-        record["speed"][f, :n], record["conflict"][f, :n] = scene["speed"], conflicts(scene) & here
-        record["moved"][f, :n] = np.where(here & ~fresh, scene["odometer"] - odometer, 0)
-        before, odometer = here, scene["odometer"]
-        if f < cfg.data.history:
-            _graph_of_frame(record, f, scene, members, sample, cfg)
-    return record
+def _k_shift(cfg, digest):
+    """How many neighbours more than the scene's k a training sample has: a fair die from the sample's hash."""
+    return int(digest, 16) % (2 * cfg.data.k_vary + 1) - cfg.data.k_vary
 
 
-def _scene(sample, f):
-    scene = np.zeros(len(sample["ids"]), SCENE)
-    for name in SCENE.names:
-        scene[name] = sample[name][f]
-    return scene
+def _ranges(out, plan):
+    """Value ranges of all features, found once from the float16 chunks and kept: codes of other ranges mean other
+    values."""
+    path = out / "ranges.json"
+    if not path.exists():
+        if any((out / name).exists() for name in plan["sizes"]):
+            raise DataError(f"{path}: missing, although chunks beside it are encoded; remove {out}")
+        parts = (np.load(out / f"{name}.part", mmap_mode="r") for name in plan["sizes"])
+        slices = (part[i:i + 16] for part in parts for i in range(0, len(part), 16))
+        write_atomically(path, json.dumps(value_ranges(slices)))
+    return read_json(path, "value ranges of the features")
 
 
-def _graph_of_frame(record, f, scene, members, sample, cfg):
-    """Fill nodes, neighbours and edges of frame f; absent vehicles have none and are nobody's neighbour."""
-    compact = np.full(len(scene) + 1, -1)  # index in the sample -> index among the members; -1 stays -1
-    compact[members] = np.arange(len(members))
-    inside = scene[members]
-    record["surround"][f, members] = np.array(sample["surround"][f])[members]
-    record["usable"][f, members] = inside["lead"] != -2
-    inside["lead"] = np.where(inside["lead"] >= 0, compact[inside["lead"]], -1)
-    near, edges = neighbour_graph(inside, min(sample["k"][f], cfg.graph.k_max), cfg.graph.radius_m)
-    record["nodes"][f, members] = node_features(inside, sample["extent"], sample["time"][f])
-    record["neighbours"][f, members, :near.shape[1]] = np.append(members, -1)[near]
-    record["edges"][f, members, :near.shape[1]] = edges
-    record["globals"][f] = sample["globals"][f]
+def _finish_chunk(out, name, plan, shape, ranges):
+    """Give a filled chunk its final form and name; returns its entry in the metadata."""
+    part = out / f"{name}.part"
+    if part.exists() and not ranges:
+        part.rename(out / name)
+    elif not (out / name).exists():
+        filled, final = np.load(part, mmap_mode="r"), np.empty((plan["sizes"][name], shape.frames), shape.frame())
+        for field in final.dtype.names:
+            final[field] = encode(filled[field], *ranges[field]) if field in ranges else filled[field]
+        write_atomically(out / name, final)
+    part.unlink(missing_ok=True)
+    return {"file": name, "rows": plan["sizes"][name], "split": plan["splits"][name],
+            "bytes": (out / name).stat().st_size, "sha256": file_hash(out / name)}
 
 
-def compute_statistics(out, chunks):
+def compute_statistics(out, chunks, ranges):
     """Mean and standard deviation of node and global features over the vehicles present in the training split."""
-    sums = {"nodes": np.zeros((3, len(NODE))), "globals": np.zeros((3, len(GLOBAL)))}
+    sums = {name: np.zeros((3, len(FEATURES[name]))) for name in ("nodes", "globals")}
     for chunk in chunks:
         array = np.load(out / chunk["file"], mmap_mode="r")
-        present = array["present"][:, :array["nodes"].shape[1]]
-        parts = {"nodes": array["nodes"][present], "globals": array["globals"].reshape(-1, len(GLOBAL))}
-        for name, values in parts.items():
-            values = values.astype(np.float64)
+        nodes = features(array, "nodes", ranges)[array["present"]]
+        for name, values in (("nodes", nodes), ("globals", features(array, "globals", ranges))):
+            values = values.reshape(-1, len(FEATURES[name])).astype(np.float64)
             sums[name] += [values.sum(0), (values ** 2).sum(0), np.full(values.shape[1], len(values))]
     result = {}
     for name, (total, squares, count) in sums.items():

@@ -1,14 +1,18 @@
 """Controllers that a traffic engineer would write in an afternoon, behind the interface of the policy.
 
-Each is a function (observation of one environment, k, rng) -> (slot, accel, lane, brake), arrays of length k; a slot
-outside the observation means "no command".
+Each is a rule (observation of one environment, k, rng, numbers of `baselines:` in the configuration) -> (slot, accel,
+lane, brake), arrays of length k; a slot outside the observation means "no command". `make_baseline` gives the one to
+use in an episode.
 """
+import functools
+from collections import deque
+
 import numpy as np
 
 from env.graph import NODE, SURROUND
-from env.spaces import KEEP, LEFT
+from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT
 
-SPEED, LANE = NODE.index("speed"), NODE.index("lane")
+SPEED, LANE, POSITION = NODE.index("speed"), NODE.index("lane"), NODE.index("position")
 LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")
 HAS_LEFT = SURROUND.index("has_left")
 MERGE_DISTANCE, MERGE_VEHICLES = SURROUND.index("merge_distance"), SURROUND.index("merge_vehicles")
@@ -25,41 +29,119 @@ def random(observation, k, rng):
     icvs = np.flatnonzero(observation["icv"])
     chosen = rng.permutation(icvs)[:k]
     lane = np.where(rng.random(len(chosen)) < 0.1, rng.integers(0, 3, len(chosen)), KEEP)
-    return _commands(observation, k, chosen, rng.uniform(-3, 2, len(chosen)), lane)
+    return _commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
 
 
-def lane_advice(observation, k, rng, reach=314.0):
-    """ICVs in the right lane within `reach` m before a merge with traffic on the joining road move left; their drivers
-    keep the speed."""
-    near = observation["surround"]
-    wants = (observation["icv"] > 0) & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
-        near[:, MERGE_DISTANCE] < reach) & (near[:, MERGE_VEHICLES] >= 1)
-    chosen = np.flatnonzero(wants)
-    chosen = chosen[np.argsort(near[chosen, MERGE_DISTANCE], kind="stable")][:k]
-    return _commands(observation, k, chosen, np.full(len(chosen), np.nan), np.full(len(chosen), LEFT))
+def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel):
+    """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
+    move left; their drivers keep the speed.
+
+    Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
+    in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
+    Lane moves go first, the nearest merge first; then the strongest braking.
+    """
+    near, icv = observation["surround"], observation["icv"] > 0
+    v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
+    moves = icv & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
+        distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
+    mean = mean_speed_ahead(observation, ahead)
+    slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
+    wanted = np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan)
+    chosen = np.flatnonzero(moves | slows)
+    urgency = np.where(moves, distance - 1e6, wanted)[chosen]
+    chosen = chosen[np.argsort(urgency, kind="stable")][:k]
+    return _commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
 
 
-def follower_stopper(observation, k, rng, floor=15.0):
+def mean_speed_ahead(observation, ahead):
+    """[n] mean speed of the vehicles at most `ahead` (share of the network's length) nearer to the exit, m/s; NaN
+    where there is nobody. Observations may be float16: sums need more."""
+    here = observation["mask"] > 0
+    place = np.where(here, observation["nodes"][:, POSITION], -np.inf).astype(float)
+    order = np.argsort(place, kind="stable")
+    speeds = np.concatenate([[0.0], observation["nodes"][order, SPEED].astype(float).cumsum()])
+    first, last = (np.searchsorted(place[order], place + reach, "right") for reach in (0.0, ahead))
+    with np.errstate(invalid="ignore"):
+        return (speeds[last] - speeds[first]) / (last - first)
+
+
+def follower_stopper(observation, k, rng, floor):
     """FollowerStopper (Stern et al. 2018): drive at the traffic's mean speed, slower when the gap is short.
 
     Three gaps (4.5, 5.25, 6 m, each with the braking distance of 1.5, 1 and 0.5 m/s^2) divide the space in front;
     the desired speed is the mean of all vehicles, at least `floor` m/s. The k strongest decelerations are sent.
     """
-    v, gap = observation["nodes"][:, SPEED].astype(float), observation["surround"][:, LEAD_GAP].astype(float)
-    lead = observation["surround"][:, LEAD_SPEED].astype(float)
+    v, gap, lead = _following(observation)
     closing = np.minimum(lead - v, 0)
     g1, g2, g3 = (g + closing ** 2 / (2 * d) for g, d in ((4.5, 1.5), (5.25, 1.0), (6.0, 0.5)))
     wanted = max(float(observation["globals"][MEAN_SPEED]), floor)
     follow = np.minimum(np.maximum(lead, 0), wanted)
     target = np.select([gap <= g1, gap <= g2, gap <= g3], [
         0.0, follow * (gap - g1) / (g2 - g1), follow + (wanted - follow) * (gap - g2) / (g3 - g2)], wanted)
-    accel = np.clip(target - v, -3, 2)
-    chosen = np.flatnonzero((observation["icv"] > 0) & (accel < -0.1))
+    accel = np.clip(target - v, ACCEL_LOW, ACCEL_HIGH)
+    return _strongest(observation, k, accel, accel < -0.1)
+
+
+def idm(observation, k, rng, desired_speed, headway, accel, decel, exponent, min_gap_m):
+    """Intelligent Driver Model (Treiber, Hennecke and Helbing 2000): the k ICVs that it brakes most, or accelerates
+    least, follow it."""
+    v, gap, lead = _following(observation)
+    wanted_gap = min_gap_m + np.maximum(0, v * headway + v * (v - lead) / (2 * np.sqrt(accel * decel)))
+    free, interaction = (v / desired_speed) ** exponent, (wanted_gap / np.maximum(gap, 0.1)) ** 2
+    return _strongest(observation, k, np.clip(accel * (1 - free - interaction), ACCEL_LOW, ACCEL_HIGH))
+
+
+class PISaturation:
+    """PI controller with saturation (Stern et al. 2018): drive at one's own mean speed of the last `history_s`, up to
+    `catch_up` faster when the gap grows from `gap_low_m` to `gap_high_m`, and at the leader's speed when it is short.
+
+    The only rule with a memory, by slot: one instance is one episode.
+    """
+
+    def __init__(self, interval, history_s, gap_low_m, gap_high_m, catch_up, gamma_m, min_gap_m, min_gap_s):
+        self.interval, self.past, self.command = interval, deque(maxlen=max(1, round(history_s / interval))), 0.0
+        self.gap_low, self.gap_high, self.catch_up = gap_low_m, gap_high_m, catch_up
+        self.gamma, self.min_gap_m, self.min_gap_s = gamma_m, min_gap_m, min_gap_s
+
+    def __call__(self, observation, k, rng):
+        v, gap, lead = _following(observation)
+        new = observation["fresh"] > 0
+        for speeds in self.past:
+            speeds[new] = np.nan  # those of the slot's vehicle before
+        self.past.append(v)
+        wanted = np.nanmean(self.past, 0) + self.catch_up * np.clip(
+            (gap - self.gap_low) / (self.gap_high - self.gap_low), 0, 1)
+        least = np.maximum(self.min_gap_s * (lead - v), self.min_gap_m)
+        alpha = np.clip((gap - least) / self.gamma, 0, 1)
+        beta = 1 - alpha / 2
+        before = np.where(new, v, self.command)
+        self.command = beta * (alpha * wanted + (1 - alpha) * lead) + (1 - beta) * before
+        return _strongest(observation, k, np.clip((self.command - v) / self.interval, ACCEL_LOW, ACCEL_HIGH))
+
+
+BASELINES = {"none": none, "random": random, "lane_advice": advice, "speed_advice": advice,
+             "follower_stopper": follower_stopper, "idm": idm, "pi_saturation": PISaturation}
+
+
+def make_baseline(name, cfg):
+    """Controller `name` with its numbers of the configuration, for one episode: (observation, k, rng) -> commands."""
+    numbers = vars(getattr(cfg.baselines, name)) if hasattr(cfg.baselines, name) else {}
+    if name == "pi_saturation":
+        return PISaturation(cfg.env.control_interval, **numbers)
+    return functools.partial(BASELINES[name], **numbers)
+
+
+def _following(observation):
+    """(speed m/s, gap to the leader m, speed of the leader m/s), each [n]."""
+    near = observation["surround"]
+    return (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, LEAD_GAP], near[:, LEAD_SPEED]))
+
+
+def _strongest(observation, k, accel, among=True):
+    """Commands to the k ICVs with the lowest accelerations [n] of those `among`."""
+    chosen = np.flatnonzero((observation["icv"] > 0) & among)
     chosen = chosen[np.argsort(accel[chosen], kind="stable")][:k]
     return _commands(observation, k, chosen, accel[chosen])
-
-
-BASELINES = {"none": none, "random": random, "lane_advice": lane_advice, "follower_stopper": follower_stopper}
 
 
 def _commands(observation, k, slots, accel=(), lane=None):

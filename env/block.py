@@ -1,8 +1,12 @@
 """The block of shared memory between learner and workers, and the environments on the worker's side of it."""
+import gc
+
 import numpy as np
 
 from env.spaces import observation_space
 from env.traffic_env import make_env
+
+SECONDS = ("simulate", "read", "graph", "idle")  # where a worker's time went in the last step of each environment
 
 
 def block_layout(cfg):
@@ -13,7 +17,7 @@ def block_layout(cfg):
     k = (cfg.env.max_commands,)
     rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
             "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
-            "truncated": ((), np.bool_)}
+            "truncated": ((), np.bool_), "seconds": ((len(SECONDS),), np.float32)}
     return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
 
 
@@ -36,6 +40,7 @@ class Environments:
     def __init__(self, cfg, indices, arrays, final, folder):
         self.arrays, self.final = arrays, final
         self.envs = {index: make_env(cfg, folder) for index in indices}
+        self.idle = 0.0  # how long the worker has waited for orders
 
     def run(self, orders):
         """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ends."""
@@ -45,18 +50,21 @@ class Environments:
     def _run_one(self, index, what, seed):
         env, a = self.envs[index], self.arrays
         if what == "reset":
+            gc.collect()  # workers do not collect in between
             self._write(a, index, env.reset(seed=seed)[0])
             return None
-        observation, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
-            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index])
+        views = {name: a[name][index] for name in self.final}
+        _, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
+            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index], views)
         a["cost"][index] = info["cost"]
+        a["seconds"][index] = *env.seconds, self.idle
+        self.idle = 0.0
         if "episode" not in info:
-            self._write(a, index, observation)
             return None
-        summary = {**info["episode"], "seed": info["seed"]}
-        self._write(self.final, index, observation)
-        self._write(a, index, observation if seed is None else env.reset(seed=seed)[0])
-        return summary
+        self._write(self.final, index, views)
+        if seed is not None:
+            self._run_one(index, "reset", seed)
+        return {**info["episode"], "seed": info["seed"]}
 
     @staticmethod
     def _write(arrays, index, observation):

@@ -13,22 +13,29 @@ MAX_HOPS = 10      # lanes followed downstream in search of a leader
 
 @dataclass
 class Road:
-    """lane_length [L] m, lane_edge [L], lane_number [L] from the right, edge_lanes [E, most lanes] (-1 = none),
-    link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none), coordinate [L]: network
-    position of the lane's start, m, growing towards the exits; upstream [L]: [(lane, m between)] that lead here."""
+    """lane_length [L] m, lane_edge [L], lane_number [L] from the right, lane_count [L] of its edge, edge_lanes
+    [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none),
+    coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
+    [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
+    the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
     lane_edge: np.ndarray
     lane_number: np.ndarray
+    lane_count: np.ndarray
     edge_lanes: np.ndarray
     link_lane: np.ndarray
     link_edge: np.ndarray
     coordinate: np.ndarray
     extent: float
-    upstream: list
+    upstream_lane: np.ndarray
+    upstream_m: np.ndarray
     internal: np.ndarray
-    joins: list
+    join_edge: np.ndarray
+    join_with: np.ndarray
+    joins: np.ndarray
+    beside: dict
 
     @classmethod
     def from_lanes(cls, lanes, reach=600.0):
@@ -53,102 +60,123 @@ class Road:
         internal = np.array([lane.startswith(":") for lane, _, _ in lanes])
         remaining = _distance_to_exit(length, link_lane, edge_of)
         extent = max(float(remaining.max()), 1.0)
-        joins = _joining_edges(link_edge, edge_of, internal, len(edges))
-        return cls(index, edges, length, edge_of, number, edge_lanes, link_lane, link_edge, extent - remaining, extent,
-                   _upstream(length, link_lane, reach), internal, joins)
+        upstream_lane, upstream_m = _upstream(length, link_lane, reach)
+        join_edge, join_with = _joining_edges(link_edge, edge_of, internal)
+        joins = np.isin(np.arange(len(edges)), join_edge)
+        beside = {side: _beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
+        return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
+                   lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
+                   link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
+                   upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
+                   joins=joins, beside=beside)
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
-        number = self.lane_number[lane] + side
-        most = self.edge_lanes.shape[1]
-        inside = (number >= 0) & (number < most) & ~self.internal[lane]
-        return np.where(inside, self.edge_lanes[self.lane_edge[lane], np.clip(number, 0, most - 1)], -1)
+        return self.beside[side][lane]
 
 
 class Traffic:
     """Vehicles sorted by lane and position, for finding who is in front and behind.
 
     lane, route_at [N] int; pos (front bumper on the lane, m), speed, length [N] float. `route_at` points at the
-    vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route.
+    vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route. "Nobody" is vehicle
+    number N and "no lane" is lane -1: the arrays here have one more entry for them, so that no case is special.
     """
 
     def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead):
         self.road, self.lane, self.pos, self.speed, self.length = road, lane, pos, speed, length
-        self.route_at, self.routes, self.lookahead = route_at, routes, lookahead
-        self.order = np.lexsort((pos, lane))
-        self.key = lane[self.order] * 1e6 + pos[self.order]  # sorted; one lane is shorter than 1000 km
-        lanes = np.arange(len(road.lane_length))
-        self.first = np.searchsorted(lane[self.order], lanes, "left")
-        self.end = np.searchsorted(lane[self.order], lanes, "right")
+        self.route_at, self.routes, self.lookahead, self.n = route_at, routes, lookahead, len(lane)
+        key = lane * 1e6 + pos  # one lane is shorter than 1000 km
+        order = key.argsort(kind="stable")
+        self.key, self.order, self.rank = key[order], np.append(order, self.n), np.empty(self.n, int)
+        self.everybody = np.arange(self.n)
+        self.rank[order] = self.everybody
+        self.end = np.append(np.cumsum(np.bincount(lane, minlength=len(road.lane_length))), 0)
+        self.first = np.append(0, self.end[:-1])  # lane's vehicles are order[first:end]
+        self.first[-1] = self.n
+        self.rear = np.append(pos - length, np.inf)
 
     def ahead(self, lane):
-        """Who each vehicle would follow if it were on `lane` [N]: (index or -1, gap m, speed m/s), each [N].
+        """Who each vehicle would follow if it were on `lane` [..., N]: (index or -1, gap m, speed m/s), each [..., N].
 
         Follows the vehicle's own route over lane ends and junctions. The end of a lane that does not lead on along
         the route is an obstacle that stands still (index -1, speed 0).
         """
-        n, here = len(lane), lane >= 0
         # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
-        key = lane * 1e6 + self.pos
-        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "right"),
-                         np.searchsorted(self.key, key, "left"))
-        same = here & (place < self.end[lane])
-        who = np.where(same, self.order[np.minimum(place, n - 1)], -1)
-        gap = np.where(same, self.pos[who] - self.length[who] - self.pos, self.lookahead)
-        speed = np.where(same, self.speed[who], FREE_SPEED)
-        self._search_downstream(lane, np.flatnonzero(here & ~same), who, gap, speed)
-        far = (gap >= self.lookahead) | (who == np.arange(n))  # alone on a closed road one would follow oneself
-        return np.where(far, -1, who), np.where(far, self.lookahead, gap), np.where(far, FREE_SPEED, speed)
+        place = np.where(lane == self.lane, self.rank + 1, self.key.searchsorted(lane * 1e6 + self.pos, "left"))
+        same = place < self.end[lane]
+        who = self.order[np.where(same, place, self.n)]
+        gap, speed = self.rear[who] - self.pos, np.append(self.speed, FREE_SPEED)[who]
+        self._search_downstream(lane.ravel(), np.flatnonzero(~same & (lane >= 0)), who.ravel(), gap.ravel(),
+                                speed.ravel())
+        who[who == self.n] = -1
+        far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
+        who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
+        return who, gap, speed
 
     def _search_downstream(self, lane, rest, who, gap, speed):
-        """Fill who, gap and speed of the vehicles `rest`, which are the first on their lane, in place."""
-        road, current, at = self.road, lane[rest], self.route_at[rest]
-        travelled = road.lane_length[current] - self.pos[rest]
+        """Fill who, gap and speed of the entries `rest`, which are the first on their lane, in place."""
+        road, vehicle = self.road, rest % max(self.n, 1)
+        current, at = lane[rest], self.route_at[vehicle]
+        travelled = road.lane_length[current] - self.pos[vehicle]
         for _ in range(MAX_HOPS):
-            near = travelled < self.lookahead
-            rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
-            if not len(rest):
+            near = np.flatnonzero(travelled < self.lookahead)
+            if not len(near):
                 return
+            rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
             target = self.routes[at + 1]
             fits = (road.link_edge[current] == target[:, None]) & (target >= 0)[:, None]  # -1 also fills unused links
-            leads_on, ends_here = fits.any(1), target < 0
-            wall = ~leads_on & ~ends_here
+            leads_on = fits.any(1)
+            wall = ~leads_on & (target >= 0)
             gap[rest[wall]], speed[rest[wall]] = travelled[wall], 0.0
             following = road.link_lane[current, fits.argmax(1)]
             taken = leads_on & (self.first[following] < self.end[following])
-            found = self.order[np.minimum(self.first[following], len(self.order) - 1)][taken]
-            who[rest[taken]], speed[rest[taken]] = found, self.speed[found]
-            gap[rest[taken]] = travelled[taken] + self.pos[found] - self.length[found]
+            found, here = self.order[self.first[following[taken]]], rest[taken]
+            who[here], speed[here], gap[here] = found, self.speed[found], travelled[taken] + self.rear[found]
             go = leads_on & ~taken
             rest, current, travelled = rest[go], following[go], travelled[go] + road.lane_length[following[go]]
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
 
     def behind(self, lane):
-        """Who would follow each vehicle if it were on `lane` [N]: (gap m, speed m/s), each [N]."""
-        key = lane * 1e6 + self.pos
-        place = np.where(lane == self.lane, np.searchsorted(self.key, key, "left"),
-                         np.searchsorted(self.key, key, "right")) - 1
-        same = (lane >= 0) & (place >= self.first[lane])
-        who = self.order[np.maximum(place, 0)]
-        gap = np.where(same, self.pos - self.length - self.pos[who], self.lookahead)
-        speed = np.where(same, self.speed[who], 0.0)
-        for i in np.flatnonzero((lane >= 0) & ~same & (self.pos < self.lookahead)):  # the last on their lane: few
-            for upstream, between in self.road.upstream[lane[i]]:
-                if self.end[upstream] > self.first[upstream]:
-                    j = self.order[self.end[upstream] - 1]
-                    distance = (self.pos[i] - self.length[i] + between + self.road.lane_length[upstream] - self.pos[j])
-                    if j != i and distance < gap[i]:
-                        gap[i], speed[i] = distance, self.speed[j]
+        """Who would follow each vehicle if it were on `lane` [..., N]: (gap m, speed m/s), each [..., N]."""
+        place = np.where(lane == self.lane, self.rank, self.key.searchsorted(lane * 1e6 + self.pos, "right")) - 1
+        same = place >= self.first[lane]
+        who = self.order[np.where(same, place, self.n)]
+        gap = self.rear[:-1] - np.append(self.pos, -np.inf)[who]
+        speed = np.append(self.speed, 0.0)[who]
+        rest = np.flatnonzero(~same & (lane >= 0) & (self.pos < self.lookahead))
+        if len(rest):
+            self._search_upstream(lane.ravel(), rest, gap.ravel(), speed.ravel())
         far = gap >= self.lookahead
-        return np.where(far, self.lookahead, gap), np.where(far, 0.0, speed)
+        gap[far], speed[far] = self.lookahead, 0.0
+        return gap, speed
+
+    def _search_upstream(self, lane, rest, gap, speed):
+        """Fill gap and speed of the entries `rest`, which are the last on their lane, in place."""
+        road, me = self.road, rest % self.n
+        lanes = road.upstream_lane[lane[rest]]
+        taken = self.end[lanes] > self.first[lanes]
+        last = self.order[np.where(taken, self.end[lanes] - 1, self.n)]  # the foremost on each upstream lane
+        way = self.rear[me][:, None] + road.upstream_m[lane[rest]] + road.lane_length[lanes]
+        distance = np.where(taken & (last != me[:, None]), way - np.append(self.pos, 0.0)[last], np.inf)
+        row, nearest = np.arange(len(rest)), distance.argmin(1)
+        distance, last = distance[row, nearest], last[row, nearest]
+        found = distance < gap[rest]
+        gap[rest[found]], speed[rest[found]] = distance[found], self.speed[last[found]]
 
     def merging(self):
         """(distance to the lane end where other edges join, m; vehicles on those edges), each [N]."""
-        edge = self.road.lane_edge[self.lane]
-        count = np.bincount(edge, minlength=len(self.road.joins))
-        waiting = np.array([count[list(others)].sum() if others else -1 for others in self.road.joins])[edge]
-        distance = np.where(waiting >= 0, self.road.lane_length[self.lane] - self.pos, 500.0)
-        return np.minimum(distance, 500.0), np.maximum(waiting, 0)
+        road, edge = self.road, self.road.lane_edge[self.lane]
+        count = np.bincount(edge, minlength=len(road.joins))
+        waiting = np.bincount(road.join_edge, count[road.join_with], len(count))
+        distance = np.where(road.joins[edge], road.lane_length[self.lane] - self.pos, 500.0)
+        return np.minimum(distance, 500.0), waiting[edge]
+
+
+def _beside(edge_lanes, edge_of, number, internal):
+    """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
+    inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
+    return np.append(np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1), -1)
 
 
 def _distance_to_exit(length, link_lane, edge_of):
@@ -179,7 +207,7 @@ def _distance_to_exit(length, link_lane, edge_of):
 
 
 def _upstream(length, link_lane, reach):
-    """For each lane [(upstream lane, metres between its end and this lane's start)] within `reach` m."""
+    """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
     before = [[] for _ in length]
     for i, links in enumerate(link_lane):
         for j in links[links >= 0]:
@@ -194,18 +222,17 @@ def _upstream(length, link_lane, reach):
                     found[b] = between
                     todo.append((b, between + length[b]))
         result.append(sorted(found.items(), key=lambda item: item[1]))
-    return result
+    width = max(1, max(len(found) for found in result))
+    padded = np.array([found + [(-1, 0.0)] * (width - len(found)) for found in result])
+    return padded[..., 0].astype(int), padded[..., 1]
 
 
-def _joining_edges(link_edge, edge_of, internal, count):
-    """For each edge the other edges that lead to the same next edges: where traffic merges. [E] sets"""
+def _joining_edges(link_edge, edge_of, internal):
+    """Pairs of different edges that lead to the same next edge, where traffic merges: (edge [P], other [P])."""
     into = {}
     for lane, targets in enumerate(link_edge):
         if not internal[lane]:
             for target in targets[targets >= 0]:
                 into.setdefault(target, set()).add(edge_of[lane])
-    joins = [set() for _ in range(count)]
-    for sources in into.values():
-        for edge in sources:
-            joins[edge] |= sources - {edge}
-    return joins
+    pairs = {(edge, other) for sources in into.values() for edge in sources for other in sources if edge != other}
+    return np.array(sorted(pairs), int).reshape(-1, 2).T

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from env.graph import HARD_BRAKE, time_to_collision
+from env.graph import HARD_BRAKE, mean_and_spread, time_to_collision
 
 
 class EpisodeTotals:
@@ -50,13 +50,14 @@ class EpisodeTotals:
         self.steps += 1
         self.n, self.icvs = len(scene), int(scene["icv"].sum())
         self.icv_sum += self.icvs
-        self.sigma = float(scene["speed"].std()) if self.n else 0.0
-        self.abs_a = float(np.abs(scene["accel"]).mean()) if self.n else 0.0
+        self.sigma = self.abs_a = 0.0
         if self.n:
+            mean_speed, self.sigma = mean_and_spread(scene["speed"])
+            self.abs_a = float(np.abs(scene["accel"]).sum()) / self.n
             self.busy_steps += 1
             self.sigma_sum += self.sigma
             self.abs_a_sum += self.abs_a
-            self.speed_sum += float(scene["speed"].mean())
+            self.speed_sum += mean_speed
             self.hard_brakes += int((scene["accel"] <= -HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
             self.min_ttc = min(self.min_ttc, float(ttc[scene["lead"] >= 0].min(initial=math.inf)))

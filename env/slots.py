@@ -18,19 +18,22 @@ class Slots:
 
     def assign(self, ids):
         """(slot of each vehicle, -1 = no slot free; whether it is new there). Slots of vehicles that left are freed."""
-        present = set(ids)
-        for name in [name for name in self.slot_of if name not in present]:
+        slot_of = self.slot_of
+        slots = np.array([slot_of.get(name, -1) for name in ids], int)
+        fresh, unknown = np.zeros(len(ids), bool), np.flatnonzero(slots < 0)
+        if len(slot_of) > len(ids) - len(unknown):
+            self._free(slot_of.keys() - set(ids))
+        for i in unknown[:len(self.free)]:
+            name, slot = ids[i], heapq.heappop(self.free)
+            slots[i], fresh[i] = slot, True
+            slot_of[name], self.names[slot], self.icv[slot] = slot, name, self.is_icv(name)
+        return slots, fresh
+
+    def _free(self, gone):
+        for name in gone:
             slot = self.slot_of.pop(name)
             self.names[slot], self.icv[slot] = None, False
             heapq.heappush(self.free, slot)
-        slots, fresh = np.empty(len(ids), int), np.zeros(len(ids), bool)
-        for i, name in enumerate(ids):
-            slot = self.slot_of.get(name)
-            if slot is None and self.free:
-                slot, fresh[i] = heapq.heappop(self.free), True
-                self.slot_of[name], self.names[slot], self.icv[slot] = slot, name, self.is_icv(name)
-            slots[i] = -1 if slot is None else slot
-        return slots, fresh
 
     def is_icv(self, name):
         """Whether vehicle `name` (bytes) is connected: a seeded draw at departure, whatever its type."""

@@ -27,3 +27,29 @@ def action_space(max_vehicles, k):
     return spaces.Dict({
         "slot": spaces.MultiDiscrete([max_vehicles + 1] * k), "lane": spaces.MultiDiscrete([3] * k),
         "accel": spaces.Box(-1, 1, (k,), np.float32), "brake": spaces.Box(0, 1, (k,), np.float32)})
+
+
+def write_observation(out, slots, rows, globals_):
+    """Scatter the rows of the vehicles present into arrays [max_vehicles, ...] that hold an earlier observation or are
+    empty. `rows`: {name: [N, ...]}; neighbours and edges may be narrower than the arrays. Empty slots hold zeros and
+    neighbours -1."""
+    gone = out["mask"].astype(bool)
+    gone[slots] = False
+    gone = np.flatnonzero(gone)
+    for name, value in rows.items():
+        array, empty = out[name], -1 if name == "neighbours" else 0
+        if len(gone):
+            array[gone] = empty
+        if array.ndim > 1 and value.shape[1] < array.shape[1]:
+            array[slots, value.shape[1]:] = empty
+            array[slots, :value.shape[1]] = value
+        else:
+            array[slots] = value
+    out["globals"][:] = globals_
+
+
+def empty_observation(space):
+    """Arrays of an observation without vehicles."""
+    out = {name: np.zeros(box.shape, box.dtype) for name, box in space.items()}
+    out["neighbours"].fill(-1)
+    return out

@@ -14,9 +14,9 @@ from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
 from env.launch import SumoError, find_binary, launch
-from env.wire import accelerate, change_lane, set_modes
+from env.wire import Accelerate, ChangeLane, SetModes
 
-__all__ = ["Sumo", "SumoError", "SumoTimeout", "accelerate", "change_lane", "set_modes"]
+__all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
 
 POLL_S = 0.002        # between two attempts to connect (the stock client sleeps 1 s)
 COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
@@ -137,12 +137,13 @@ class Sumo:
         return b"".join(parts)
 
     def step(self, until, commands=()):
-        """Send `commands` (see `accelerate` and its siblings) and simulate up to time `until`, in one message.
+        """Send `commands` (Accelerate, ChangeLane, SetModes) and simulate up to time `until`, in one message.
 
         SUMO carries the commands out before the step but answers the step only: a command for a vehicle that has
         gone is dropped silently, so check the vehicle first.
         """
-        answer = self.exchange(b"".join(commands) + wire.command(tc.CMD_SIMSTEP, struct.pack("!d", until)))
+        packed = b"".join(command.pack() for command in commands)
+        answer = self.exchange(packed + wire.command(tc.CMD_SIMSTEP, struct.pack("!d", until)))
         _, error = wire.status(answer, 0)
         if error:
             raise self._failure(f"SUMO failed at the step to {until} s: {error}")
@@ -166,21 +167,33 @@ class Sumo:
         happened.update({name: int(float(value)) for name, value in zip(COUNTERS, values[len(happened):])})
         return ids, records, lanes, routes, happened
 
-    def get(self, requests):
-        """Values of [(variable, vehicle id bytes)] in one round trip; None where SUMO knows no such vehicle."""
-        if not requests:
+    def routes_of(self, names):
+        """Edges (bytes) of each vehicle's route in one round trip; [] where SUMO knows no such vehicle."""
+        if not names:
             return []  # SUMO would not answer an empty message
-        answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, v, i) for v, i in requests))
-        at, values = 0, []
-        for _ in requests:
-            at, value = wire.value(answer, at)
-            values.append(value)
-        return values
+        answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, tc.VAR_EDGES, name) for name in names))
+        at, routes = 0, []
+        for _ in names:
+            at, edges = wire.value(answer, at)
+            routes.append(edges or [])
+        return routes
+
+    def time(self):
+        """Simulated time, s."""
+        return self.client.simulation.getTime()
 
     def road_lanes(self):
         """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road.from_lanes`."""
         lane = self.client.lane
         return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
+
+
+def open_simulator(arguments, env_cfg):
+    """The simulator of `env.backend` with the same methods: `step`, `read`, `routes_of`, `load`, `alive`, `close`."""
+    if env_cfg.backend == "libsumo":
+        from env.inprocess import LibSumo  # an extra
+        return LibSumo(arguments)
+    return Sumo(arguments, env_cfg.call_timeout_s, env_cfg.start_timeout_s)
 
 
 def _free_port():

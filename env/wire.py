@@ -3,6 +3,7 @@
 Format: https://sumo.dlr.de/docs/TraCI/Protocol.html. Big-endian; a command is length, code, payload.
 """
 import struct
+from typing import NamedTuple
 
 import numpy as np
 import traci.constants as tc
@@ -10,36 +11,57 @@ import traci.constants as tc
 from env.launch import SumoError
 
 EVERYWHERE = 1.0e9    # radius of the context subscription, m
+HEAD = 3              # bytes before each value: variable, status, type
 # What is read of every vehicle, in wire order: (TraCI variable, field, bytes and type of the value after its type tag).
 READINGS = ((tc.VAR_POSITION, "xy", (">f8", 2)), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
             (tc.VAR_ACCELERATION, "accel", ">f8"), (tc.VAR_LANEPOSITION, "pos", ">f8"),
             (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ALLOWED_SPEED, "allowed", ">f8"),
+            (tc.VAR_LENGTH, "length", ">f8"),
             (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
 STRINGS = (tc.VAR_LANE_ID, tc.VAR_ROUTE_ID)  # read after them; the only values of variable length
-_head = [(f"tag_{name}", "V3") for _, name, _ in READINGS]  # variable, status, type: three bytes before each value
-RECORD = np.dtype([column for head, (_, name, kind) in zip(_head, READINGS)
-                   for column in (head, (name, *kind) if isinstance(kind, tuple) else (name, kind))])
-HEAD = 3              # the same three bytes before each string
+TYPES = {tc.VAR_POSITION: tc.POSITION_2D, tc.VAR_ROUTE_INDEX: tc.TYPE_INTEGER, tc.VAR_LANE_ID: tc.TYPE_STRING}
+# A record ends with the length of the lane's name.
+_columns = [column for _, name, kind in READINGS
+            for column in ((f"tag_{name}", "V3"), (name, *kind) if isinstance(kind, tuple) else (name, kind))]
+RECORD = np.dtype([*_columns, ("tag_lane", "V3"), ("lane_bytes", ">i4")])
+HEADS = np.array([[variable, 0, TYPES.get(variable, tc.TYPE_DOUBLE)]
+                  for variable in [variable for variable, _, _ in READINGS] + [tc.VAR_LANE_ID]], np.uint8).ravel()
+HEAD_AT = np.concatenate([RECORD.fields[name][1] + np.arange(3) for name in RECORD.names if name.startswith("tag_")])
 
 
 # ---- commands for `Sumo.step` ----------------------------------------------------------------------------------
 
-def accelerate(vehicle, acceleration, duration):
+class Accelerate(NamedTuple):
     """Constant acceleration, m/s^2, for `duration` s; afterwards SUMO's driver has the speed again."""
-    return _set(tc.VAR_ACCELERATION, vehicle, struct.pack("!BiBdBd", tc.TYPE_COMPOUND, 2, tc.TYPE_DOUBLE, acceleration,
-                                                          tc.TYPE_DOUBLE, duration))
+    vehicle: bytes
+    acceleration: float
+    duration: float
+
+    def pack(self):
+        return _set(tc.VAR_ACCELERATION, self.vehicle, struct.pack(
+            "!BiBdBd", tc.TYPE_COMPOUND, 2, tc.TYPE_DOUBLE, self.acceleration, tc.TYPE_DOUBLE, self.duration))
 
 
-def change_lane(vehicle, lane, duration):
+class ChangeLane(NamedTuple):
     """Go to lane number `lane` when there is room and stay there until `duration` s are over."""
-    return _set(tc.CMD_CHANGELANE, vehicle, struct.pack("!BiBbBd", tc.TYPE_COMPOUND, 2, tc.TYPE_BYTE, lane,
-                                                        tc.TYPE_DOUBLE, duration))
+    vehicle: bytes
+    lane: int
+    duration: float
+
+    def pack(self):
+        return _set(tc.CMD_CHANGELANE, self.vehicle, struct.pack(
+            "!BiBbBd", tc.TYPE_COMPOUND, 2, tc.TYPE_BYTE, self.lane, tc.TYPE_DOUBLE, self.duration))
 
 
-def set_modes(vehicle, speed_mode, lane_change_mode):
+class SetModes(NamedTuple):
     """Which of SUMO's own checks apply to commands for this vehicle."""
-    return [_set(variable, vehicle, struct.pack("!Bi", tc.TYPE_INTEGER, mode))
-            for variable, mode in ((tc.VAR_SPEEDSETMODE, speed_mode), (tc.VAR_LANECHANGE_MODE, lane_change_mode))]
+    vehicle: bytes
+    speed_mode: int
+    lane_change_mode: int
+
+    def pack(self):
+        return b"".join(_set(variable, self.vehicle, struct.pack("!Bi", tc.TYPE_INTEGER, mode)) for variable, mode in (
+            (tc.VAR_SPEEDSETMODE, self.speed_mode), (tc.VAR_LANECHANGE_MODE, self.lane_change_mode)))
 
 
 # ---- packing and unpacking -------------------------------------------------------------------------------------
@@ -106,22 +128,31 @@ def value(answer, at):
 
 
 def decode_context(answer):
-    """Cut the records of all vehicles out of the answer: (place behind it, ids, records, lane ids, route ids)."""
+    """Cut the records of all vehicles out of the answer: (place behind it, ids, records, lane ids, route ids).
+
+    Names have any length, so a record cannot be computed from its number; it is found by its tags, which stand at
+    fixed distances from each other and which no name contains (they hold zero bytes).
+    """
     at, error = status(answer, 0)
     if error:
         raise SumoError(f"SUMO refused the context subscription: {error}")
     head, end = _head_size(answer, at)
     at = head + 1 + 4 + 1 + 1  # response code, empty object id, domain, number of variables
     count, = struct.unpack_from("!i", answer, at)
-    at += 4
-    ids, lanes, routes, cut, length_of = [], [], [], [], struct.Struct("!i").unpack_from
-    for _ in range(count):
-        begin = at + 4 + length_of(answer, at)[0]
-        ids.append(answer[at + 4:begin])
-        lane = begin + RECORD.itemsize + HEAD
-        cut.append(answer[begin:lane - HEAD])
-        route = lane + 4 + length_of(answer, lane)[0] + HEAD
-        lanes.append(answer[lane + 4:route - HEAD])
-        at = route + 4 + length_of(answer, route)[0]
-        routes.append(answer[route + 4:at])
-    return end, ids, np.frombuffer(b"".join(cut), RECORD), lanes, routes
+    raw = np.frombuffer(answer, np.uint8, end)
+    inside = raw[at + 4:max(end - RECORD.itemsize, at + 4)]
+    start = np.flatnonzero((inside[:-2] == HEADS[0]) & (inside[1:-1] == HEADS[1]) & (inside[2:] == HEADS[2])) + at + 4
+    start = start[(raw[start[:, None] + HEAD_AT] == HEADS).all(1)]
+    if len(start) != count:
+        raise SumoError(f"SUMO announced {count} vehicles and described {len(start)}")
+    records = raw[start[:, None] + np.arange(RECORD.itemsize)].view(RECORD)[:, 0]
+    lane_at = start + RECORD.itemsize
+    route_at = lane_at + records["lane_bytes"] + HEAD + 4
+    route_end = route_at + raw[route_at[:, None] + np.arange(-4, 0)].copy().view(">i4")[:, 0]
+    id_at = np.append(at + 4, route_end[:-1]) + 4
+    return (end, _cut(answer, id_at[:count], start), records, _cut(answer, lane_at, lane_at + records["lane_bytes"]),
+            _cut(answer, route_at, route_end))
+
+
+def _cut(answer, begins, ends):
+    return [answer[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]

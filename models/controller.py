@@ -23,11 +23,10 @@ def plackett_luce(scores, picks, valid):
     scores [B, C] with -inf where there is no candidate, picks [B, K] indices, valid [B, K] -> [B, K], 0 where invalid.
     Pick j competes with all candidates that picks 0..j-1 left.
     """
-    chosen = F.one_hot(picks, scores.shape[1]).bool() & valid[..., None]             # [B, K, C]
-    gone = chosen.cumsum(1) - chosen.long()                                          # taken before pick j
-    rest = scores[:, None].expand(-1, picks.shape[1], -1).masked_fill(gone > 0, -torch.inf)
-    rest = torch.where(valid[..., None], rest, torch.zeros_like(rest))               # no NaN where nothing is left
-    return torch.where(valid, rest.log_softmax(-1).gather(2, picks[..., None])[..., 0], 0.0)
+    chosen = (picks[..., None] == torch.arange(scores.shape[1], device=picks.device)) & valid[..., None]  # [B, K, C]
+    gone = chosen.cumsum(1) > chosen                                                 # taken before pick j
+    rest = scores[:, None].masked_fill(gone, -torch.inf).masked_fill(~valid[..., None], 0.0)  # no NaN with nothing left
+    return rest.log_softmax(-1).gather(2, picks[..., None])[..., 0].masked_fill(~valid, 0.0)
 
 
 class ScaledValue(nn.Module):
@@ -86,14 +85,17 @@ class Controller(nn.Module):
         top = embedding.float().masked_fill(~mask[..., None], -10).amax(-2).clamp(min=-10)
         return torch.cat([*means, top, self.globals(globals_)], -1)
 
-    def scores(self, candidates, valid):
-        """Influence of each candidate: alpha * importance (GNN) + beta * predicted impact (world model). [B, C]"""
+    def influence(self, candidates):
+        """alpha * importance (GNN) + beta * predicted impact (world model) of candidates [..., F] -> [...]"""
         d = self.d
         own = candidates[..., -(NODE_FEATURES + SURROUND_FEATURES):]
         importance = self.importance(torch.cat([candidates[..., :d], own], -1))
         impact = self.impact(candidates[..., d:])
-        score = (self.alpha * importance + self.beta * impact).squeeze(-1).float()
-        return score.masked_fill(~valid, -torch.inf)
+        return (self.alpha * importance + self.beta * impact).squeeze(-1).float()
+
+    def scores(self, candidates, valid):
+        """Influence of each candidate [B, C, F] -> [B, C], -inf where there is none."""
+        return self.influence(candidates).masked_fill(~valid, -torch.inf)
 
     def heads(self, candidates, scene, lanes):
         """Action parameters of picked candidates [B, K, F]; lanes [B, K, 3] says which changes exist.
@@ -110,31 +112,36 @@ class Controller(nn.Module):
         """(value, cost value), each [B], in units of reward and of cost."""
         return self.value(scene), self.cost_value(scene)
 
-    def select(self, candidates, valid, scene, deterministic, generator=None):
-        """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, log_prob."""
-        scores = self.scores(candidates, valid)
-        noise = torch.zeros_like(scores) if deterministic else _gumbel(scores, generator)
-        k = min(self.k, scores.shape[1])
-        top, picks = (scores + noise).topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
-        pad = (0, self.k - k)
-        chosen = {"picks": F.pad(picks, pad), "valid": F.pad(torch.isfinite(top), pad)}
+    def select(self, candidates, valid, scene, noise=None):
+        """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, log_prob.
+
+        `noise` is (uniform [B, 4 * K + C or more], standard normal [B, K]); without it the choice is deterministic.
+        """
+        scores, k = self.scores(candidates, valid), min(self.k, candidates.shape[1])
+        if noise is not None:
+            uniform, normal = noise
+            lane_noise, gate, pick_noise = uniform.split([3 * self.k, self.k, uniform.shape[1] - 4 * self.k], 1)
+        noisy = scores if noise is None else scores + gumbel(pick_noise[:, :scores.shape[1]])
+        top, picks = noisy.topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
+        pad, there = (0, self.k - k), torch.isfinite(top)
+        chosen = {"picks": F.pad(picks * there, pad), "valid": F.pad(there, pad)}
         picked = _take(candidates, chosen["picks"])
         mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
-        if deterministic:
+        if noise is None:
             chosen.update(u=mean, lane=lane_logp.argmax(-1), release=release > 0)
         else:
-            std = self.log_std.exp()
-            lane = lane_logp + _gumbel(lane_logp, generator)
-            gate = torch.rand(release.shape, generator=generator, device=release.device)
-            chosen.update(u=mean + std * torch.randn(mean.shape, generator=generator, device=mean.device),
-                          lane=lane.argmax(-1), release=gate < release.sigmoid())
+            chosen.update(u=mean + self.log_std.exp() * normal,
+                          lane=(lane_logp + gumbel(lane_noise).view_as(lane_logp)).argmax(-1),
+                          release=gate < release.sigmoid())
         chosen["log_prob"] = self._log_prob(scores, chosen, mean, lane_logp, release)
         return chosen
 
     def evaluate(self, candidates, valid, scene, chosen):
         """(log-probability of each pick [B, K], entropy [B]) of a stored choice under the present parameters."""
-        scores = self.scores(candidates, valid)
-        picked = _take(candidates, chosen["picks"])
+        return self.evaluate_picked(self.scores(candidates, valid), _take(candidates, chosen["picks"]), scene, chosen)
+
+    def evaluate_picked(self, scores, picked, scene, chosen):
+        """The same from the scores [B, C] and the picked candidates [B, K, F]."""
         mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
         log_prob = self._log_prob(scores, chosen, mean, lane_logp, release)
         return log_prob, self._entropy(scores, chosen["valid"], lane_logp, release)
@@ -178,6 +185,6 @@ def _normal_log_prob(u, mean, log_std):
     return -0.5 * ((u - mean) / log_std.exp()) ** 2 - log_std - 0.5 * math.log(2 * math.pi)
 
 
-def _gumbel(like, generator):
-    uniform = torch.rand(like.shape, generator=generator, device=like.device).clamp(1e-9, 1 - 1e-7)
-    return -torch.log(-torch.log(uniform))
+def gumbel(uniform):
+    """Standard Gumbel numbers from uniform ones."""
+    return uniform.clamp(1e-9, 1 - 1e-7).log_().neg_().log_().neg_()

@@ -81,24 +81,31 @@ class PPOLoss(nn.Module):
         self.controller, self.ppo = model.controller, ppo
 
     def forward(self, batch, count):
-        """batch: tensors [B, ...] of one minibatch. Returns (loss, sums for the log)."""
-        return ppo_terms(self.controller, batch["candidates"].float(), batch["valid"], batch["scene"].float(), batch,
+        """batch: one of runtime.storage.Minibatches, candidates as rows [R, F] and their `place` [B, C], 0 = none.
+        Returns (loss, sums for the log)."""
+        candidates, place, scene = batch["candidates"].float(), batch["place"], batch["scene"].float()
+        scores = self.controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
+        picked, chosen = candidates[place.gather(1, batch["picks"])], stored_choice(batch)
+        return ppo_terms(self.controller, self.controller.evaluate_picked(scores, picked, scene, chosen), scene, batch,
                          self.ppo, count)
 
 
-def ppo_terms(controller, candidates, valid, scene, batch, ppo, count):
-    """PPO's loss from candidate and scene features; shared by phases 2 and 3."""
-    chosen = {"picks": batch["picks"], "valid": batch["pick_valid"], "u": batch["u"], "lane": batch["lane"],
-              "release": batch["release"]}
-    log_prob, entropy = controller.evaluate(candidates, valid, scene, chosen)
-    policy, kl, clipped = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"], chosen["valid"],
-                                              ppo.clip, count)
+def stored_choice(batch):
+    """What the policy chose, under the names of Controller.select."""
+    return {**{name: batch[name] for name in ("picks", "u", "lane", "release")}, "valid": batch["pick_valid"]}
+
+
+def ppo_terms(controller, evaluated, scene, batch, ppo, count):
+    """PPO's loss from what Controller.evaluate returned and scene features; shared by phases 2 and 3."""
+    log_prob, entropy = evaluated
+    policy, kl, clipped, picks = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"],
+                                                     batch["pick_valid"], ppo.clip, count)
     value = controller.value.loss(scene, batch["return"], count)
     cost_value = controller.cost_value.loss(scene, batch["cost_return"], count)
     bonus = entropy.sum() / count
     loss = policy + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
     return loss, {"loss_policy": policy.detach(), "loss_value": value.detach(), "loss_cost_value": cost_value.detach(),
-                  "entropy": bonus.detach(), "kl": kl, "clip_share": clipped}
+                  "entropy": bonus.detach(), "kl": kl, "clip_share": clipped, "picks": picks}
 
 
 class ConstrainedLoss(nn.Module):
@@ -129,7 +136,8 @@ class ConstrainedLoss(nn.Module):
         flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
         seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
-        loss, log = ppo_terms(model.controller, seen["candidates"], seen["valid"], seen["scene"], flat, self.ppo, count)
+        evaluated = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], stored_choice(flat))
+        loss, log = ppo_terms(model.controller, evaluated, seen["scene"], flat, self.ppo, count)
         ahead = (flat["conflicts"] * flat["target_valid"]).amax(-1).gather(1, seen["slots"])
         known = flat["target_valid"].any(-1).gather(1, seen["slots"]) & seen["valid"]
         risk = objectives.conflict_loss(seen["risk_logit"], ahead, known, risk_count)

@@ -21,16 +21,16 @@ def ppo_loss(log_prob, old_log_prob, advantage, valid, clip, count):
     """Clipped surrogate (Schulman et al. 2017, eq. 7) with one ratio per pick.
 
     log_prob, old_log_prob, valid [B, K]; advantage [B]; `count` is the number of steps that the sum is divided by
-    (global count / ranks under DDP). Returns (loss, mean over picks of the KL estimate (r - 1) - log r, share of picks
-    whose ratio left the clip range).
+    (global count / ranks under DDP). Returns (loss, KL estimate (r - 1) - log r, picks whose ratio left the clip range,
+    picks), each summed over the picks and divided by `count`.
     """
     log_ratio = torch.where(valid, log_prob - old_log_prob, 0.0)
     ratio, gain = log_ratio.exp(), advantage[:, None]
     surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - clip, 1 + clip) * gain)
     loss = -torch.where(valid, surrogate, 0.0).sum() / count
     with torch.no_grad():
-        picks = valid.sum().clamp(min=1)
-        return loss, (ratio - 1 - log_ratio).sum() / picks, ((ratio - 1).abs() > clip).float().sum() / picks
+        outside = (ratio - 1).abs() > clip
+        return loss, (ratio - 1 - log_ratio).sum() / count, outside.sum() / count, valid.sum() / count
 
 
 def normalise(advantage, mean, std):

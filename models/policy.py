@@ -101,12 +101,13 @@ class Driver:
         else:
             self.state[env] = 0
 
+    @torch.inference_mode()
     def perceive(self, observation, envs, remember=True):
         """Observation arrays [len(envs), slots, ...] -> controller inputs. Advances the memory unless told not to."""
         rows = torch.as_tensor(envs, device=self.device)
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
-        with torch.no_grad(), self.autocast():
+        with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]
             memory, after = self.model.world_model.step(embedding, before, obs["fresh"])
@@ -118,14 +119,21 @@ class Driver:
             features[name] = features[name].half().float()
         return {**features, "embedding": embedding, "before": before, "observation": obs}
 
-    def decide(self, seen, deterministic, generator=None):
-        """Controller's choice and the shield's verdict: (choice, commands) with commands as arrays for the pool."""
-        with torch.no_grad():
-            controller, scene = self.model.controller, seen["scene"]
-            choice = controller.select(seen["candidates"], seen["valid"], scene, deterministic, generator)
-            value, cost_value = controller.values(scene)
-        choice.update(value=value, cost_value=cost_value)
+    @torch.inference_mode()
+    def decide(self, seen, noise=None):
+        """Controller's choice and the shield's verdict: (choice, commands) with commands as arrays for the pool.
+
+        `noise` as in Controller.select; without it the choice is deterministic.
+        """
+        noise = noise if noise is None else [x.to(self.device) for x in noise]
+        choice = self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], noise)
+        choice["value"], choice["cost_value"] = self.values(seen)
         return choice, self.commands(seen, choice)
+
+    @torch.inference_mode()
+    def values(self, seen):
+        """(value, cost value) of the scenes that `perceive` returned, each [B]."""
+        return self.model.controller.values(seen["scene"])
 
     def commands(self, seen, choice):
         """Slots, accelerations, lanes and brakes [B, K] after the shield, as numpy arrays, and its reasons."""

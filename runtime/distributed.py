@@ -34,20 +34,20 @@ class Team:
             print(text, flush=True)
 
     def all_sum(self, values):
-        """Sum over ranks of a list of numbers, in float64."""
-        total = torch.tensor(values, dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        """Sum over ranks of a list of numbers or a tensor [n], in float64. Waits for the device once."""
+        total = torch.as_tensor(values, dtype=torch.float64, device=self.device)
         if self.world > 1:
             dist.all_reduce(total)
         return total.tolist()
 
     def any(self, flag):
         """Whether the flag is set on any rank: the way to decide anything that changes the number of collectives."""
-        return self.all_sum([float(bool(flag))])[0] > 0
+        return self.all_sum(torch.as_tensor(flag).reshape(1))[0] > 0
 
     def moments(self, values):
         """(mean, standard deviation) of a tensor's entries over all ranks."""
         x = values.double()
-        total, squares, count = self.all_sum([float(x.sum()), float((x * x).sum()), float(x.numel())])
+        total, squares, count = self.all_sum(torch.stack([x.sum(), (x * x).sum(), torch.ones_like(x).sum()]))
         mean = total / max(count, 1)
         return mean, max(squares / max(count, 1) - mean * mean, 0.0) ** 0.5
 

@@ -50,7 +50,12 @@ VOCABULARY = {
     "samples_per_s": "training samples per second, all ranks",
     "time_collect": "seconds spent collecting",
     "time_infer": "seconds of it spent in inference",
-    "time_wait": "seconds of it spent waiting for SUMO",
+    "time_wait": "seconds of it spent waiting for the workers",
+    "time_store": "seconds of it spent storing the rollout, while the workers simulate",
+    "time_simulate": "seconds of a worker (mean) in which its SUMO simulated",
+    "time_read": "seconds of a worker reading SUMO",
+    "time_graph": "seconds of a worker building observations",
+    "time_idle": "seconds of a worker waiting for orders",
     "time_learn": "seconds spent learning",
     "memory_mb": "memory of this process and its children (PSS), MB",
 }

@@ -21,26 +21,37 @@ def set_numerics(run):
 class HysteresisScaler(torch.amp.GradScaler):
     """GradScaler that backs off only after `hysteresis` overflows in a row, within [min_scale, max_scale].
 
-    An overflow skips the optimiser step in any case. `agree(flag)` makes the ranks see the same overflows.
+    An overflow skips the optimiser step in any case. `agree(flag)` makes the ranks see the same overflows. An optimiser
+    step waits for the device once, in `step`: the scale is known here as a number too.
     """
 
     def __init__(self, device, amp, enabled, agree=bool):
         super().__init__(device, init_scale=amp.init_scale, growth_factor=amp.growth_factor,
                          backoff_factor=amp.backoff_factor, growth_interval=amp.growth_interval, enabled=enabled)
-        self.amp, self.agree = amp, agree
+        self.amp, self.agree, self.number, self.overflow = amp, agree, amp.init_scale, False
         self.overflows_in_row = self.steps_since_growth = self.overflows = 0
+
+    def step(self, optimizer):
+        """The optimiser's step, unless a rank found an overflow. Call `unscale_` before."""
+        if not self.is_enabled():
+            return optimizer.step()
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        self.overflow = self.agree(sum(found) > 0)
+        return None if self.overflow else optimizer.step()
 
     def update(self, new_scale=None):
         """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow."""
         if not self.is_enabled():
             return False
-        found = [v for state in self._per_optimizer_states.values() for v in state["found_inf_per_device"].values()]
-        overflow = self.agree(sum(float(v) for v in found) > 0)
-        super().update(self._next_scale(overflow))
-        return overflow
+        self.number = self._next_scale(self.overflow)
+        super().update(self.number)
+        return self.overflow
+
+    def get_scale(self):
+        return self.number if self.is_enabled() else 1.0
 
     def _next_scale(self, overflow):
-        scale, a = self.get_scale(), self.amp
+        scale, a = self.number, self.amp
         self.overflows += overflow
         if a.strategy == "static":
             return scale
@@ -61,6 +72,7 @@ class HysteresisScaler(torch.amp.GradScaler):
         scale = {name: value for name, value in state.items() if name not in own}
         if scale:  # empty when saved with scaling off: start from init_scale
             super().load_state_dict(scale)
+            self.number = scale["scale"]
         self.__dict__.update({name: state[name] for name in own if name in state})
 
 

@@ -1,12 +1,19 @@
-"""Collecting experience: the loop that joins a pool of environments with a driver (model), group by group."""
+"""Collecting experience: the loop that joins a pool of environments with a driver (model), group by group.
+
+There is no queue between simulators and learner that could grow. Each environment hands over one observation, in its
+own place of the pool's block of shared memory, and waits for the command that answers it; groups take turns, so at most
+one step of each is under way: that is all that is ever prefetched. A worker that does not answer in time is a
+WorkerError that names it (env/workers.py).
+"""
 import time
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+
+from runtime.storage import Rollout
 
 STORED = ("picks", "u", "lane", "release", "log_prob", "value", "cost_value")
-POLICY = ("candidates", "valid", "scene")                                  # what phase 2 needs of the observation
-SEQUENCE = ("nodes", "surround", "globals", "mask", "icv", "fresh", "moved", "conflict")  # what phase 3 needs
+SEQUENCE = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")  # what phase 3 needs of the observation
 
 
 def episode_seed(run_seed, phase, iteration, env, number):
@@ -22,119 +29,123 @@ class Collector:
     """Steps a pool with a Driver and keeps what learning needs.
 
     `keep_sequences` stores embeddings and the memory at sequence starts as well (phase 3). `first_env` numbers this
-    rank's environments among all ranks.
+    rank's environments among all ranks: traffic and sampled actions of an environment follow from that number alone,
+    however environments are spread over groups, workers and ranks. `folder`, `spill_mb`: see Rollout.
     """
 
-    def __init__(self, pool, driver, run_seed, phase, first_env=0, keep_sequences=0):
-        self.pool, self.driver = pool, driver
+    def __init__(self, pool, driver, run_seed, phase, first_env=0, keep_sequences=0, folder=None, spill_mb=0):
+        self.pool, self.driver, self.groups = pool, driver, alternating(pool.groups)
         self.run_seed, self.phase, self.first_env, self.every = run_seed, phase, first_env, keep_sequences
-        self.iteration, self.begun = 0, [0] * pool.num_envs
+        self.folder, self.spill_mb = folder, spill_mb
 
     def begin(self, iteration):
         """Fresh episodes in every environment: the start of a run and every checkpoint boundary."""
-        self.iteration, self.begun = iteration, [0] * self.pool.num_envs
+        envs = range(self.pool.num_envs)
+        self.iteration, self.begun = iteration, [0 for _ in envs]
+        self.noise = [np.random.default_rng([self.run_seed, self.phase, iteration, self.first_env + e]) for e in envs]
         self.driver.forget()
-        self.pool.reset([self._seed(e, 0) for e in range(self.pool.num_envs)])
+        self.pool.reset([self._seed(e, 0) for e in envs])
 
     def _seed(self, env, number):
         return episode_seed(self.run_seed, self.phase, self.iteration, self.first_env + env, number)
 
-    def collect(self, steps, generator=None):
-        """`steps` control steps in every environment. Returns (batch, facts): tensors [T, E, ...] on the CPU, and
-        ended episodes, shield counts and times."""
-        pool, start = self.pool, time.perf_counter()
-        self.steps = [[None] * pool.num_envs for _ in range(steps)]
+    def collect(self, steps):
+        """`steps` control steps in every environment. Returns (Rollout, facts): facts are ended episodes, shield
+        counts and times."""
+        envs, start = self.pool.num_envs, time.perf_counter()
+        self.rollout = Rollout(steps, envs, self.folder, self.spill_mb)
         self.facts = {"episodes": [], "clips": 0, "emergencies": 0, "commands": 0, "time_infer": 0.0, "time_wait": 0.0,
-                      "steps": steps * pool.num_envs}
+                      "time_store": 0.0, "steps": steps * envs}
         for t in range(steps):
-            for group in pool.groups:
+            for group in self.groups:
                 if t:
                     self._finish(group, t - 1)
-                self._act(group, t, generator)
-        for group in pool.groups:
+                self._act(group, t)
+        for group in self.groups:
             self._finish(group, steps - 1)
         self._bootstrap(steps - 1)
         self.facts["time_collect"] = time.perf_counter() - start
-        return self._stack(), self.facts
+        rollout, self.rollout = self.rollout, None  # its memory belongs to the caller
+        return rollout, self.facts
 
-    def _act(self, group, t, generator):
+    def _act(self, group, t):
+        """Command the group's environments; they simulate while the step is stored and another group's turn comes."""
         start = time.perf_counter()
-        observation = {name: self.pool.arrays[name][group] for name in self.pool.final}
-        seen = self.driver.perceive(observation, group)
-        choice, commands = self.driver.decide(seen, False, generator)
+        seen = self.driver.perceive({name: self.pool.arrays[name][group] for name in self.pool.final}, group)
+        choice, commands = self.driver.decide(seen, self._noise(group))
         for name in ("slot", "accel", "lane", "brake"):
             self.pool.arrays[name][group] = commands[name]
+        self.pool.send(group, [self._seed(e, self.begun[e] + 1) for e in group])
+        acted = time.perf_counter()
         self.facts["commands"] += int((commands["slot"] < self.driver.max_vehicles).sum())
         self.facts["clips"] += int((commands["reason"] & 1 > 0).sum())
         self.facts["emergencies"] += int((commands["reason"] & 4 > 0).sum())
         self._store(group, t, seen, choice)
-        self.facts["time_infer"] += time.perf_counter() - start
-        self.pool.send(group, [self._seed(e, self.begun[e] + 1) for e in group])
+        self.facts["time_infer"] += acted - start
+        self.facts["time_store"] += time.perf_counter() - acted
+
+    def _noise(self, group):
+        """What the group's actions are sampled with (Controller.select): each environment draws from its own stream."""
+        k, n = self.pool.arrays["slot"].shape[1], self.driver.max_vehicles
+        uniform = np.stack([self.noise[e].random(4 * k + n, np.float32) for e in group])
+        normal = np.stack([self.noise[e].standard_normal(k, np.float32) for e in group])
+        return torch.from_numpy(uniform), torch.from_numpy(normal)
 
     def _store(self, group, t, seen, choice):
         """Keep one control step of a group, float16 where it is bulky."""
-        keep = {name: choice[name].cpu() for name in STORED}
-        keep["pick_valid"] = choice["valid"].cpu()
-        if self.every:
-            keep["embedding"] = seen["embedding"].half().cpu()
-            keep.update({name: _compact(seen["observation"][name]) for name in SEQUENCE})
-            if t % self.every == 0:
-                keep["before"] = seen["before"].cpu()
-        else:
-            keep.update({name: _compact(seen[name]) for name in POLICY})
-        for row, env in enumerate(group):
-            self.steps[t][env] = {name: value[row] for name, value in keep.items()}
+        keep = {name: _compact(choice[name]) for name in STORED}
+        self.rollout.put(t, group, {**keep, "pick_valid": _compact(choice["valid"])})
+        if not self.every:
+            self.rollout.put(t, group, {"scene": _compact(seen["scene"], half=True)})
+            return self.rollout.append(t, group, {"candidates": _compact(seen["candidates"], half=True)},
+                                       _compact(seen["valid"]).sum(1))
+        observation = {name: _compact(seen["observation"][name], half=True) for name in (*SEQUENCE, "globals")}
+        self.rollout.put(t, group, {"globals": observation.pop("globals")})
+        tables = {**observation, "embedding": _compact(seen["embedding"], half=True)}
+        if t % self.every == 0:
+            tables["before"] = _compact(seen["before"], half=True)
+        used = observation["mask"] * np.arange(1, observation["mask"].shape[1] + 1)
+        self.rollout.append(t, group, tables, used.max(1))
 
     def _finish(self, group, t):
         """Wait for the group's step t: rewards, ends, and the values of the states in which episodes ended."""
         start, arrays = time.perf_counter(), self.pool.arrays
         ended = dict(self.pool.receive(group))
         self.facts["time_wait"] += time.perf_counter() - start
-        for env in group:
-            row = self.steps[t][env]
-            row["reward"], row["cost"] = torch.tensor(arrays["reward"][env]), torch.tensor(arrays["cost"][env])
-            row["terminated"] = torch.tensor(bool(arrays["terminated"][env]))
-            row["ended"] = row["terminated"] | bool(arrays["truncated"][env])
-            if env in ended:
-                self.facts["episodes"].append(ended[env])
-                self._set_next_values([env], t, {name: self.pool.final[name][[env]] for name in self.pool.final})
-                self.driver.forget(env)
-                self.begun[env] += 1
+        for part, seconds in self.pool.spent(group).items():
+            self.facts[f"time_{part}"] = self.facts.get(f"time_{part}", 0.0) + seconds
+        over = arrays["terminated"][group] | arrays["truncated"][group]
+        self.rollout.put(t, group, {**{name: arrays[name][group] for name in ("reward", "cost", "terminated")},
+                                    "ended": over})
+        for env in ended:
+            self.facts["episodes"].append(ended[env])
+            self._set_next_values([env], t, self.pool.final)
+            self.driver.forget(env)
+            self.begun[env] += 1
 
     def _bootstrap(self, t):
         """Values of the states after the last step, and of the following states of all other steps."""
-        for group in self.pool.groups:
-            going = [e for e in group if not bool(self.steps[t][e]["ended"])]
+        kept = self.rollout.fixed
+        for group in self.groups:
+            going = [e for e in group if not kept["ended"][t, e]]
             if going:
-                self._set_next_values(going, t, {name: self.pool.arrays[name][going] for name in self.pool.final})
-        for now, later in zip(self.steps[:-1], self.steps[1:]):
-            for row, after in zip(now, later):
-                row.setdefault("next_value", after["value"])
-                row.setdefault("next_cost_value", after["cost_value"])
+                self._set_next_values(going, t, self.pool.arrays)
+        for name in ("value", "cost_value"):
+            following = kept[f"next_{name}"][:-1]
+            np.copyto(following, kept[name][1:], where=~kept["ended"][:-1])
 
-    def _set_next_values(self, envs, t, observation):
-        seen = self.driver.perceive(observation, envs, remember=False)
-        with torch.no_grad():
-            values = [v.cpu() for v in self.driver.model.controller.values(seen["scene"])]
-        for row, env in enumerate(envs):
-            self.steps[t][env]["next_value"], self.steps[t][env]["next_cost_value"] = values[0][row], values[1][row]
-
-    def _stack(self):
-        """{name: tensor [T, E, ...]}, vehicles and candidates padded to the most that occurred."""
-        batch = {}
-        for name in self.steps[0][0]:
-            rows = [row[name] for step in self.steps for row in step if name in row]
-            envs = self.pool.num_envs
-            batch[name] = _pad(rows).unflatten(0, (len(rows) // envs, envs))
-        return batch
+    def _set_next_values(self, envs, t, arrays):
+        seen = self.driver.perceive({name: arrays[name][envs] for name in self.pool.final}, envs, remember=False)
+        value, cost_value = self.driver.values(seen)
+        self.rollout.put(t, envs, {"next_value": _compact(value), "next_cost_value": _compact(cost_value)})
 
 
-def _compact(tensor):
-    return tensor.half().cpu() if tensor.is_floating_point() else tensor.cpu()
+def alternating(groups):
+    """The pool's groups; one group is halved, so that half of it simulates while the other half's turn is computed."""
+    if len(groups) > 1 or len(groups[0]) == 1:
+        return groups
+    return [groups[0][::2], groups[0][1::2]]
 
 
-def _pad(rows):
-    """Stack tensors whose first axis differs in length, padding with zeros."""
-    longest = max((row.shape[0] for row in rows if row.dim()), default=0)
-    return torch.stack([F.pad(row, (0, 0) * (row.dim() - 1) + (0, longest - row.shape[0]))
-                        if row.dim() and row.shape[0] < longest else row for row in rows])
+def _compact(tensor, half=False):
+    return (tensor.half() if half and tensor.is_floating_point() else tensor).cpu().numpy()

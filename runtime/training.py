@@ -55,9 +55,9 @@ def first_weights(model, cfg, folder, phases, say):
 class Progress:
     """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
 
-    def __init__(self, cfg, team, folder, model, optimizer, scaler, generator=None):
+    def __init__(self, cfg, team, folder, model, optimizer, scaler):
         self.cfg, self.team, self.folder = cfg, team, folder
-        self.model, self.optimizer, self.scaler, self.generator = model, optimizer, scaler, generator
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.lock = claim(folder) if team.is_main else None
         self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
                          "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
@@ -73,10 +73,7 @@ class Progress:
         self.counters.update(state["counters"])
         ranks = state["ranks"]
         if len(ranks) == self.team.world:
-            own = ranks[self.team.rank]
-            checkpoint.restore_random_state(own["random"], self.team.device)
-            if self.generator is not None:
-                self.generator.set_state(own["generator"].cpu())
+            checkpoint.restore_random_state(ranks[self.team.rank]["random"], self.team.device)
         else:
             self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start anew")
         c = self.counters
@@ -85,10 +82,7 @@ class Progress:
 
     def save(self, best=False):
         """All ranks call this at the same step; the first writes."""
-        own = {"random": checkpoint.random_state(self.team.device)}
-        if self.generator is not None:
-            own["generator"] = self.generator.get_state()
-        ranks = self.team.gather(own)
+        ranks = self.team.gather({"random": checkpoint.random_state(self.team.device)})
         if self.team.is_main:
             state = {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
                      "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
@@ -135,11 +129,14 @@ def rescale_values(controller, team, batch):
 
 
 def mean_logs(team, logs):
-    """Means of scalar tensors over optimiser steps [{name: tensor}] and ranks, as numbers."""
-    names = list(logs[0])
-    rows = [torch.stack([log[n].detach().double().to(team.device) for n in names]) for log in logs]
-    local = torch.stack(rows).mean(0)
-    return {name: total / team.world for name, total in zip(names, team.all_sum(local.tolist()))}
+    """Means of scalar tensors over optimiser steps [{name: tensor}] and ranks, as numbers; the only read of them.
+
+    What PPO sums over picks comes back as a mean over all picks, however they are spread over steps and ranks.
+    """
+    local = [torch.stack([log[name] for log in logs]).double().mean().to(team.device) for name in logs[0]]
+    means = {name: total / team.world for name, total in zip(logs[0], team.all_sum(torch.stack(local)))}
+    picks = max(means.pop("picks", 0.0), 1e-9)
+    return {name: mean / picks if name in ("kl", "clip_share") else mean for name, mean in means.items()}
 
 
 def episode_facts(team, facts):
@@ -151,7 +148,7 @@ def episode_facts(team, facts):
     result = {"episodes": int(f["episodes"]), "shield_clips": f["clips"] / max(f["commands"], 1),
               "shield_emergencies": f["emergencies"] / max(f["commands"], 1),
               "env_steps_per_s": f["steps"] * team.world / max(f["time_collect"], 1e-9),
-              **{key: f[key] / team.world for key in ("time_collect", "time_infer", "time_wait")}}
+              **{key: f[key] / team.world for key in f if key.startswith("time_")}}
     if f["episodes"]:
         result.update({"return": f["return"] / f["episodes"], "ocr": f["ocr"] / f["episodes"],
                        "collisions": int(f["collisions"]), "overflow_vehicles": int(f["overflow"])})

@@ -35,5 +35,11 @@ def scene(vehicles, slots, seed=0, batch=2, k=5):
     return {**out, "globals": rand(batch, GLOBAL_FEATURES) * 20}
 
 
+def noise(candidates, seed, k=5):
+    """What Controller.select samples with, for candidates [B, C, F]."""
+    g, (batch, width) = torch.Generator().manual_seed(seed), candidates.shape[:2]
+    return torch.rand(batch, 4 * k + width, generator=g), torch.randn(batch, k, generator=g)
+
+
 def close(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "env", "data", "models", "runtime", "benchmarks")
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 # The arrows: what a package may import besides the standard library and itself.
-MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci"}, "data": {"env", "configs", "numpy", "torch"},
-              "models": {"torch"}, "runtime": {"configs", "torch", "numpy"}}
-TORCH_FREE = ("env", "data.collect", "data.preprocess", "data.layout", "configs")
+MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"},
+              "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"},
+              "runtime": {"configs", "torch", "numpy"}}
+TORCH_FREE = ("env", "data.collect", "data.preprocess", "data.layout", "data.check", "data.records", "configs")
 
 
 def files(folder):
@@ -56,13 +57,15 @@ def test_package_imports_only_what_the_arrows_allow(package):
 
 
 def test_only_one_file_talks_to_sumo():
-    """env/wire.py packs and unpacks messages with TraCI's constants, a benchmark asks the stock client for the same
-    values; the connection is env/sumo.py's alone."""
+    """env/wire.py packs and unpacks messages with TraCI's constants, two benchmarks use the stock client; the
+    connection is env/sumo.py's alone, and libsumo env/inprocess.py's."""
     everything = [*ROOT.glob("*.py"), *(path for package in PACKAGES for path in files(package))]
     users = {p: {n for n in imports(p) if n.split(".")[0] in ("traci", "libsumo")} for p in everything}
     assert {p for p, names in users.items() if names} <= {
-        ROOT / "env" / "sumo.py", ROOT / "env" / "wire.py", ROOT / "benchmarks" / "simulator.py"}
-    assert [p for p, names in users.items() if names - {"traci.constants"}] == [ROOT / "env" / "sumo.py"]
+        ROOT / "env" / "sumo.py", ROOT / "env" / "wire.py", ROOT / "env" / "inprocess.py",
+        ROOT / "benchmarks" / "simulator.py", ROOT / "benchmarks" / "reset.py"}
+    assert [p for p, names in users.items() if p.parent.name == "env" and names - {"traci.constants"}] == [
+        ROOT / "env" / "inprocess.py", ROOT / "env" / "sumo.py"]
 
 
 def test_scripts_are_imported_by_scripts_only():
@@ -127,7 +130,7 @@ def test_importing_a_module_does_no_work_and_needs_no_sumo(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("start", ["env.workers", "data.collect", "data.preprocess"])
+@pytest.mark.parametrize("start", ["env.workers", "data.collect", "data.preprocess", "data.check"])
 def test_torch_is_not_loaded_where_it_must_not_be(start, tmp_path):
     """Rollout and collection processes are about 30 MB because they never load torch, not even through others."""
     loaded = python(MODULES_LOADED, start, cwd=tmp_path).split()

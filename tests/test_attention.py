@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scenes import close, scene
+from scenes import close, noise, scene
 
 from models.controller import NODE_FEATURES, SURROUND_FEATURES
 from models.presets import PRESETS
@@ -86,7 +86,7 @@ def test_isolated_vehicles_and_empty_scenes_give_no_nan(small, case, gather_abov
     memory, _ = model.world_model.step(embedding, model.world_model.initial_state(2, 8), obs["mask"])
     seen = model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"], obs["mask"], obs["icv"])
     inputs = seen["candidates"], seen["valid"], seen["scene"]
-    chosen = model.controller.select(*inputs, deterministic=False, generator=torch.Generator().manual_seed(0))
+    chosen = model.controller.select(*inputs, noise(inputs[0], 0))
     log_prob, entropy = model.controller.evaluate(*inputs, chosen)
     values = torch.stack(model.controller.values(seen["scene"]))
     outputs = [embedding, memory, log_prob, entropy, values, seen["risk_logit"]]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from env import graph
-from env.baselines import BASELINES
+from env.baselines import BASELINES, make_baseline
 from env.traffic_env import KEEP, LEFT, RIGHT
 
 from helpers import episode, equal, nobody, only
@@ -120,7 +120,9 @@ def test_commanded_vehicle_stops_at_a_red_light(make, grid):
 def test_baselines_command_icvs_only_within_the_limits(make):
     env, rng = make(icv_share=0.5), np.random.default_rng(0)
     commanded = Counter()
-    for name, controller in BASELINES.items():
+    for name in BASELINES:
+        controller = make_baseline(name, env.cfg)
+
         def command(observation):
             slot, accel, lane, brake = controller(observation, 5, rng)
             used = slot[slot < 200]

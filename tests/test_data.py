@@ -1,41 +1,31 @@
-"""data/: collecting with real SUMO, preprocessing against a naive rebuild, damaged files, reading order of the samples.
+"""data/collect.py: what a collection with real SUMO holds, how a sample is cut, and what continues or is refused.
 
 One tiny collection (30 samples of 4 episodes) serves all tests that need recorded traffic; each works on a copy.
 """
 import json
-import math
 from importlib.metadata import version
 
 import numpy as np
 import pytest
-from data_sets import config, hashes, silent
+from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 
-import data.preprocess as preprocessing
 from configs import load_config
-from data.collect import FIELDS, _write_metadata, chunk_names, collect, content_hash, cut_sample, episode_plan
-from data.dataset import ChunkedDataset
-from data.layout import DataError, file_hash, read_json, record_type, write_atomically
+from data.collect import FIELDS, HEAD, _write_metadata, chunk_names, collect, content_hash, cut_regions, episode_plan
+from data.layout import DataError, Shape, file_hash, read_json
 from data.preprocess import preprocess
 from env.graph import SCENE
 
-EPISODES, SAMPLES = 4, 30  # 8, 8, 8 and 6 samples, in raw chunks of 5, 3, 5, 3, 5, 3, 5 and 1
+EPISODES = 4
 
-
-def raw_samples(folder):
-    """[(raw chunk, sample)] of a collection."""
-    chunks = sorted((folder / "raw").glob("chunk_*.json"))
-    return [(path.name, sample) for path in chunks for sample in json.loads(path.read_text())["samples"]]
-
-
-# ---- collecting ------------------------------------------------------------------------------------------------
 
 def test_collection_has_exactly_the_samples_asked_for(recorded):
-    samples, cfg, frames = raw_samples(recorded), config(recorded), 15
-    assert len(samples) == SAMPLES and cfg.data.history + cfg.data.future == frames
+    samples, cfg = raw_samples(recorded), config(recorded)
+    frames, now = Shape.of(cfg).frames, cfg.data.margin + cfg.data.history - 1
+    assert len(samples) == SAMPLES and frames == 35
     times = {}
     for _, s in samples:
         assert 4 <= len(s["ids"]) == len(set(s["ids"])) <= 12
-        assert all(s["present"][cfg.data.history - 1])  # chosen among those present at the last step of history
+        assert all(s["present"][now])  # chosen among those present at the last step of history
         assert len(s["k"]) == len(s["globals"]) == frames and np.allclose(np.diff(s["time"]), 1.0)
         assert {np.shape(s[name]) for name in ("present", "lead", *FIELDS)} == {(frames, len(s["ids"]))}
         times.setdefault(s["episode"], []).append(s["time"][-1])
@@ -46,11 +36,11 @@ def test_collection_has_exactly_the_samples_asked_for(recorded):
 
 def test_metadata_describes_the_collection(recorded):
     plan, meta = episode_plan(config(recorded)), read_json(recorded / "raw" / "metadata.json", "metadata")
-    assert (meta["sumo_version"], meta["scenario"]) == (version("eclipse-sumo"), "corridor")
+    assert (meta["sumo_version"], meta["scenarios"]) == (version("eclipse-sumo"), ["corridor"])
     assert meta["settings"]["data"]["samples"] == SAMPLES and meta["settings"]["env"]["icv_share"] == 0.25
-    keys = ("episode", "seed", "controller", "demand_scale")
-    assert {tuple(chunk[key] for key in keys) for chunk in meta["chunks"]} == {job[:4] for job in plan}
-    assert [job[4] for job in plan] == [8, 8, 8, 6] and [job[2] for job in plan] == config(recorded).data.controllers
+    assert {tuple(chunk[key] for key in HEAD) for chunk in meta["chunks"]} == {job[:5] for job in plan}
+    assert [job.samples for job in plan] == [8, 8, 8, 6]
+    assert [job.controller for job in plan] == config(recorded).data.controllers
     for chunk in meta["chunks"]:
         samples = [s for name, s in raw_samples(recorded) if name == chunk["file"]]
         assert chunk["hashes"] == [content_hash(sample) for sample in samples] != []
@@ -77,14 +67,25 @@ def test_removed_chunk_is_collected_again_alike(copy):
 
 @pytest.mark.parametrize("key, value, name", [
     ("env.icv_share", "0.5", "env.icv_share"), ("data.history", "11", "data.history"), ("run.seed", "2", "seed"),
-    ("corridor.lanes", "3", "scenario.lanes"), ("graph.radius_m", "50.0", "graph.radius_m")])
-@pytest.mark.parametrize("step, place", [(collect, "raw"), (preprocess, "processed")])
-def test_other_settings_are_refused_by_name(copy, step, place, key, value, name):
+    ("corridor.lanes", "3", "scenario.corridor.lanes"), ("graph.k_min", "5", "graph.k_min")])
+@pytest.mark.parametrize("step", [collect, preprocess])
+def test_other_settings_are_refused_by_name(copy, step, key, value, name):
     """`data.preprocess` alone called a data set of other settings complete, without a word."""
     with pytest.raises(DataError) as error:
         step(config(copy, f"{key}={value}"), silent)
-    assert str(copy / place) in str(error.value) and f"{name} was" in str(error.value)
+    assert str(copy / "raw") in str(error.value) and f"{name} was" in str(error.value)
     assert f"is {value}" in str(error.value)
+
+
+def test_other_graphs_need_no_other_traffic(copy):
+    """graph.radius_m was refused by `data.collect` as well: minutes of simulation again, although no raw sample knows
+    it. Graphs of several settings now lie side by side."""
+    first = graphs(copy)
+    before = hashes(first)
+    assert collect(config(copy, "graph.radius_m=20"), silent) == copy / "raw"
+    second = preprocess(config(copy, "graph.radius_m=20"), silent)
+    assert second != first and hashes(first) == before and hashes(second, "chunk*") != hashes(first, "chunk*")
+    assert preprocess(config(copy), silent) == first and hashes(first) == before
 
 
 def test_refused_scenario_leaves_nothing_behind(tmp_path):
@@ -99,7 +100,7 @@ def test_refused_scenario_leaves_nothing_behind(tmp_path):
 def test_collection_never_uses_the_seeds_of_evaluation(run_seed):
     """With run.seed=0 the seeds were 1, 8, ... 1002: three held-out seeds of evaluation were among them."""
     cfg = load_config("configs/default.yaml", [f"run.seed={run_seed}", "data.samples=20000"])
-    seeds = [seed for _, seed, *_ in episode_plan(cfg)]
+    seeds = [job.seed for job in episode_plan(cfg)]
     assert len(set(seeds)) == len(seeds) == 400 and not set(seeds) & set(cfg.evaluate.seeds)
 
 
@@ -108,12 +109,47 @@ def test_held_out_share_is_kept_and_mixed(tmp_path, share):
     """Every n-th episode was held out: from 0.4 on always the half, and with 0.25 only those of one controller."""
     cfg = config(tmp_path, "data.samples=160", "data.samples_per_chunk=50", f"data.held_out={share}")
     plan = episode_plan(cfg)
-    for *head, count in plan:
-        content = dict(zip(("episode", "seed", "controller", "demand_scale"), head), hashes=[], samples=[])
-        (tmp_path / chunk_names(head[0], count, 50)[0]).write_text(json.dumps(content))
+    for job in plan:
+        content = {**job._asdict(), "hashes": [], "samples": []}
+        (tmp_path / chunk_names(job, 50)[0]).write_text(json.dumps(content))
     _write_metadata(cfg, tmp_path, plan)
     held_out = read_json(tmp_path / "metadata.json", "metadata")["held_out_episodes"]
-    assert abs(len(held_out) - share * len(plan)) <= 1 and len({plan[e][2] for e in held_out}) > 1
+    assert abs(len(held_out) - share * len(plan)) <= 1 and len({plan[e].controller for e in held_out}) > 1
+
+
+def test_scenarios_controllers_and_demands_take_turns():
+    cfg = load_config("configs/default.yaml", [
+        "data.scenarios=[same, ring, a/b.sumocfg]", "data.controllers=[none, random]", "data.demand_scales=[0.5, 1.5]",
+        "data.samples=600", "data.samples_per_episode=25"])
+    plan = episode_plan(cfg)
+    cases = {(job.scenario, job.controller, job.demand_scale) for job in plan[:12]}
+    assert len(cases) == 12 and {case[0] for case in cases} == {"corridor", "ring", "a/b.sumocfg"}
+    assert [job.scenario for job in plan] == ["corridor", "ring", "a/b.sumocfg"] * 8
+
+
+def test_collection_over_several_scenarios(tmp_path):
+    """Each sample knows the size of its road; both splits and the statistics mix the scenarios."""
+    small = ["data.scenarios=[corridor, ring]", "data.samples=24", "data.samples_per_episode=4", "data.held_out=0.34"]
+    cfg = config(tmp_path / "set", *small, "data.controllers=[none, random]", "data.demand_scales=[0.6, 1.3]")
+    collect(cfg, silent)
+    meta = read_json(tmp_path / "set" / "raw" / "metadata.json", "metadata")
+    assert meta["scenarios"] == ["corridor", "ring"] and set(meta["settings"]["scenario"]) == {"corridor", "ring"}
+    extents = {"corridor": set(), "ring": set()}
+    for chunk in meta["chunks"]:
+        content = read_json(tmp_path / "set" / "raw" / chunk["file"], "chunk")
+        assert content["scenario"] == chunk["scenario"] and len(content["samples"]) == 4
+        extents[chunk["scenario"]] |= {sample["extent"] for sample in content["samples"]}
+    assert {name: len(found) for name, found in extents.items()} == {"corridor": 1, "ring": 1}
+    assert {meta["chunks"][e]["scenario"] for e in meta["held_out_episodes"]} == {"corridor", "ring"}
+    out = preprocess(cfg, silent)
+    rows = np.concatenate([np.load(path)["extent"].ravel() for path in sorted(out.glob("chunk*"))])
+    assert set(rows) == {np.float32(e) for found in extents.values() for e in found}
+
+
+def test_unknown_scenario_is_refused_before_any_simulation(tmp_path):
+    with pytest.raises(Exception, match="data.scenarios=.*'rign'"):
+        collect(config(tmp_path / "set", "data.scenarios=[corridor, rign]"), silent)
+    assert not list((tmp_path / "set").rglob("*.json"))
 
 
 def crowd(places, leads):
@@ -125,10 +161,11 @@ def crowd(places, leads):
 @pytest.mark.parametrize("seed", range(8))
 def test_sample_is_one_vehicle_and_its_nearest(seed):
     """Vehicles a..d stand at 0, 10, 21 and 1000 m, each led by the next; e comes and b goes in the last frame."""
-    data, rng = config("x", "data.vehicles=[3, 3]", "data.history=2", "data.future=1").data, np.random.default_rng(seed)
+    data, rng = config("x", "data.vehicles=[3, 3]", "data.history=2", "data.future=1", "data.margin=0",
+                       "phase1.augment.time_shift=0").data, np.random.default_rng(seed)
     now = ([b"a", b"b", b"c", b"d"], crowd([0, 10, 21, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 7.0)
     later = ([b"a", b"e", b"c", b"d"], crowd([5, 12, 30, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 8.0)
-    sample, places = cut_sample([now, now, later], data, 2000.0, rng), dict(zip("abcd", (0, 10, 21, 1000)))
+    (sample,), places = cut_regions([now, now, later], data, 2000.0, rng), dict(zip("abcd", (0, 10, 21, 1000)))
     inside = sample["ids"]
     assert inside == sorted(places, key=lambda n: abs(places[n] - places[inside[0]]))[:3]
     assert sample["time"] == [7, 7, 8]
@@ -141,204 +178,27 @@ def test_sample_is_one_vehicle_and_its_nearest(seed):
         assert name != "b" or (sample["speed"][2][i], sample["lead"][2][i]) == (0, -1)
         assert name != "a" or sample["lead"][2][i] == -2  # behind e, who is no member
     alone = ([b"a"], crowd([0], [-1]), np.zeros(16), 4, 7.0)
-    assert cut_sample([alone] * 3, data, 2000.0, rng) is None  # too few vehicles
+    assert cut_regions([alone] * 3, data, 2000.0, rng) == []  # too few vehicles
 
 
-# ---- preprocessing ---------------------------------------------------------------------------------------------
-
-def naive_record(s, cfg, dtype):
-    """The record of a raw sample, written down vehicle by vehicle."""
-    record = np.zeros((), dtype)
-    record["neighbours"] = -1
-    for f, time in enumerate(s["time"]):
-        here = [v for v in range(len(s["ids"])) if s["present"][f][v]]
-        for v in here:
-            own, fresh = {name: s[name][f][v] for name in FIELDS}, f == 0 or not s["present"][f - 1][v]
-            closing = own["speed"] - own["lead_speed"]
-            ttc = min(max(own["lead_gap"], 0) / closing, 20) if closing > 0.1 else 20
-            record["present"][f, v], record["fresh"][f, v], record["speed"][f, v] = True, fresh, own["speed"]
-            record["moved"][f, v] = 0 if fresh else own["odometer"] - s["odometer"][f - 1][v]
-            record["conflict"][f, v] = ttc < 2 or own["accel"] <= -4
-            if f >= cfg.data.history:
-                continue
-            turn, lead = 2 * math.pi * time / 3600, s["lead"][f][v]
-            record["nodes"][f, v] = [
-                min(max(own["position"] / s["extent"], 0), 1), own["lane"], own["speed"], min(max(own["accel"], -5), 5),
-                min(own["lane_end"], 500), min(max(own["progress"], 0), 1), own["icv"], math.sin(turn), math.cos(turn)]
-            record["usable"][f, v] = lead != -2
-            far = {o: math.hypot(s["x"][f][o] - own["x"], s["y"][f][o] - own["y"]) for o in here if o != v}
-            near = sorted(far, key=far.get)[:min(s["k"][f], cfg.graph.k_max)]
-            if lead >= 0 and lead not in near:
-                near[-1] = lead
-            near = [o if far[o] <= cfg.graph.radius_m or o == lead else -1 for o in near]
-            record["neighbours"][f, v, :len(near)] = near
-        if f < cfg.data.history:
-            record["globals"][f] = s["globals"][f]
-    return record
+@pytest.mark.parametrize("regions", [1, 4, 7])
+def test_regions_split_a_large_scene_without_overlapping_centres(regions):
+    """60 vehicles in a row, samples of 10: no vehicle is the centre of two samples as long as some are in none."""
+    data = config("x", "data.vehicles=[10, 10]", f"data.regions={regions}").data
+    ids = [f"v{i}".encode() for i in range(60)]
+    frame = (ids, crowd(np.arange(60) * 30.0, np.full(60, -1)), np.zeros(16), 16, 0.0)
+    samples = cut_regions([frame] * 35, data, 2000.0, np.random.default_rng(1))
+    held = set()
+    for sample in samples:
+        assert len(sample["ids"]) == 10 and sample["ids"][0] not in held
+        held |= set(sample["ids"])
+    assert len(samples) == regions and len(held) >= min(6 * regions, 36)
 
 
-def processed(folder):
-    """{motion of a record, by which a raw sample finds it: (record, split)} of a processed data set."""
-    meta = read_json(folder / "processed" / "metadata.json", "metadata")
-    rows = [(row, chunk["split"]) for chunk in meta["chunks"] for row in np.load(folder / "processed" / chunk["file"])]
-    found = {row["speed"].tobytes() + row["moved"].tobytes(): (row, split) for row, split in rows}
-    assert len(found) == len(rows) == SAMPLES
-    return found
-
-
-@pytest.fixture(scope="module")
-def rebuilt(recorded):
-    """[(raw sample, its naive record, the product's record, split)] of all samples."""
-    cfg, found = config(recorded), processed(recorded)
-    dtype = record_type(cfg.data.history, cfg.data.future, 12, cfg.graph.k_max)
-    pairs = [(sample, naive_record(sample, cfg, dtype)) for _, sample in raw_samples(recorded)]
-    return [(sample, naive, *found[naive["speed"].tobytes() + naive["moved"].tobytes()]) for sample, naive in pairs]
-
-
-def test_records_equal_a_naive_rebuild(rebuilt):
-    for _, naive, record, _ in rebuilt:
-        assert record.dtype == naive.dtype
-        for name in ("present", "fresh", "conflict", "usable", "neighbours"):
-            assert np.array_equal(record[name], naive[name]), name
-        for name in ("nodes", "globals"):
-            assert np.allclose(record[name].astype(float), naive[name].astype(float), rtol=2e-3, atol=1e-6), name
-        nobody = record["neighbours"] < 0
-        assert (record["nodes"][~record["present"][:10]] == 0).all() and (record["edges"][nobody] == 0).all()
-        assert (record["edges"][~nobody] != 0).any(-1).all()
-    both = [np.array([record[name] for _, _, record, _ in rebuilt]) for name in ("conflict", "fresh", "usable")]
-    assert all(values.any() and not values.all() for values in both)  # the comparison saw both values
-
-
-def test_no_episode_is_in_both_splits_and_chunks_mix_episodes(recorded, rebuilt):
-    splits, episode_of = {}, {}
-    for sample, _, record, split in rebuilt:
-        splits.setdefault(sample["episode"], set()).add(split)
-        episode_of[record.tobytes()] = sample["episode"]
-    held_out = read_json(recorded / "raw" / "metadata.json", "metadata")["held_out_episodes"]
-    assert splits == {e: {"held_out" if e in held_out else "train"} for e in range(EPISODES)} and len(held_out) == 1
-    order = [episode_of[row.tobytes()] for row, split in processed(recorded).values() if split == "train"]
-    assert order != sorted(order)  # a chunk of one episode would make a batch of one traffic jam
-
-
-def test_statistics_are_those_of_present_vehicles_of_the_training_split(recorded):
-    rows, given = processed(recorded).values(), read_json(recorded / "processed" / "statistics.json", "statistics")
-
-    def moments(part, splits):
-        frames = [(row, f) for row, split in rows if split in splits for f in range(10)]
-        values = [row["globals"][f] for row, f in frames] if part == "globals" else [
-            row["nodes"][f, v] for row, f in frames for v in range(12) if row["present"][f, v]]
-        return np.mean(np.array(values, float), 0), np.std(np.array(values, float), 0)
-    for part in ("nodes", "globals"):
-        mean, std = moments(part, ["train"])
-        assert np.allclose(given[part]["mean"], mean, rtol=1e-9, atol=1e-9)
-        assert np.allclose(given[part]["std"], np.where(std > 1e-3, std, 1), rtol=1e-5)
-        assert not np.allclose(mean, moments(part, ["train", "held_out"])[0], rtol=1e-9)  # held-out samples would show
-
-
-def test_repeated_sample_is_dropped_and_counted(raw):
-    path, meta = raw / "raw" / "chunk_001_0.json", read_json(raw / "raw" / "metadata.json", "metadata")
-    content = read_json(path, "chunk")
-    for name in ("samples", "hashes"):
-        content[name] += [content[name][0], content[name][2]]
-    write_atomically(path, json.dumps(content))
-    next(c for c in meta["chunks"] if c["file"] == path.name).update(hashes=content["hashes"], sha256=file_hash(path))
-    write_atomically(raw / "raw" / "metadata.json", json.dumps(meta))
-    meta = read_json(preprocess(config(raw), silent) / "metadata.json", "metadata")
-    assert meta["duplicates"] == 2 and sum(c["rows"] for c in meta["chunks"]) == SAMPLES == len(processed(raw))
-
-
-class Killed(BaseException):
-    """Stands for a kill: no handler of the product catches it."""
-
-
-def break_at(patch, owner, name, call):
-    """Let the `call`-th call of a function die (0: none); returns the list of its calls."""
-    calls, real = [], getattr(owner, name)
-
-    def breaking(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == call:
-            raise Killed
-        return real(*args, **kwargs)
-    patch.setattr(owner, name, breaking)
-    return calls
-
-
-@pytest.mark.parametrize("name, call, again", [
-    ("build_record", 1, 30), ("build_record", 17, 14), ("build_record", 30, 1), ("write_atomically", 4, 17),
-    ("compute_statistics", 1, 0)])
-def test_interrupted_preprocessing_continues_to_the_same_files(raw, recorded, monkeypatch, name, call, again):
-    """The samples of finished raw chunks are not built `again`."""
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        break_at(patch, preprocessing, name, call)
-        preprocess(config(raw), silent)
-    built = break_at(monkeypatch, preprocessing, "build_record", 0)
-    assert hashes(preprocess(config(raw), silent)) == hashes(recorded / "processed") and len(built) == again
-
-
-@pytest.mark.parametrize("call", [1, 3])
-def test_killed_while_creating_chunks_continues(raw, recorded, monkeypatch, call):
-    """A half-written .part file was taken for a finished one: numpy refused it for ever, with a traceback."""
-    real, calls = np.lib.format.write_array, []
-
-    def half(file, array, **more):
-        calls.append(file)
-        real(file, array, **more)
-        if len(calls) == call:
-            file.truncate(file.tell() // 2)
-            raise Killed
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(np.lib.format, "write_array", half)
-        preprocess(config(raw), silent)
-    assert hashes(preprocess(config(raw), silent)) == hashes(recorded / "processed")
-
-
-def damage(path, how):
-    content = path.read_bytes()
-    digit = content.index(b'"speed": [[') + 11  # still valid JSON afterwards
-    flipped = content[:digit] + bytes([content[digit] ^ 1]) + content[digit + 1:]
-    path.write_bytes({"truncated": content[:-200], "flipped": flipped, "trailing": content + b" ", "empty": b""}[how])
-
-
-@pytest.mark.parametrize("how", ["truncated", "flipped", "trailing", "empty"])
-def test_damaged_raw_chunk_is_named_and_collected_again(raw, recorded, how):
-    path = raw / "raw" / "chunk_002_0.json"
-    damage(path, how)
-    with pytest.raises(DataError, match=str(path)):
-        preprocess(config(raw), silent)
-    assert not (raw / "processed" / "metadata.json").exists()
-    if how == "truncated":
-        path.unlink()  # what the message says: remove the file and collect again
-        collect(config(raw), silent)
-        assert hashes(preprocess(config(raw), silent)) == hashes(recorded / "processed")
-
-
-def test_collecting_again_does_not_bless_a_damaged_chunk(raw):
-    """`collect` wrote metadata.json anew from whatever lay there, so that phase 1 trained on flipped bytes."""
-    path = raw / "raw" / "chunk_002_0.json"
-    before = file_hash(path)
-    damage(path, "flipped")
-    try:
-        collect(config(raw), silent)
-        preprocess(config(raw), silent)
-    except DataError as error:
-        assert str(path) in str(error)
-    else:
-        assert file_hash(path) == before
-
-
-def test_remedy_for_a_missing_chunk_works(copy):
-    """The message said "run data.preprocess again", and data.preprocess said that the data set was complete."""
-    before = hashes(copy / "processed")
-    (copy / "processed" / "chunk_001.npy").unlink()
-    with pytest.raises(DataError, match="chunk_001.npy.*run data.preprocess again"):
-        ChunkedDataset(copy, "train")
-    preprocess(config(copy), silent)
-    assert hashes(copy / "processed") == before
-
-
-def test_equal_traffic_is_a_duplicate_whenever_it_happened(copy):
-    """The hash included episode and time, so that no duplicate could ever be found across episodes."""
-    _, sample = raw_samples(copy)[0]
-    assert content_hash({**sample, "episode": 99, "time": [0.0]}) == content_hash(sample)
-    assert content_hash({**sample, "extent": 1.0}) != content_hash(sample)
+def test_small_scene_can_be_kept_whole():
+    """With data.vehicles=[2, N] scenes of far fewer than N vehicles are one sample: no leader is outside."""
+    data, rng = config("x", "data.vehicles=[2, 150]").data, np.random.default_rng(0)
+    frame = ([b"a", b"b", b"c"], crowd([0, 10, 400], [1, 2, -1]), np.zeros(16), 4, 7.0)
+    samples = [cut_regions([frame] * 35, data, 2000.0, rng)[0] for _ in range(50)]
+    whole = [sample for sample in samples if len(sample["ids"]) == 3]
+    assert len(whole) > 40 and all(min(min(sample["lead"])) == -1 for sample in whole)

@@ -79,7 +79,8 @@ def samples(step):
     return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "surround": rand(8, T, N, SURROUND_FEATURES) * 50,
             "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
             "present": present, "fresh": rand(8, frames, N) < 0.1, "speed": rand(8, frames, N) * 20,
-            "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8}
+            "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8,
+            "row": torch.arange(8), "bad": torch.zeros(8, dtype=torch.bool)}
 
 
 def phase1_training(team, folder):
@@ -139,8 +140,15 @@ def actions(rand, *shape):
 def ppo_batch(step, controller):
     g = torch.Generator().manual_seed(100 + step)
     rand = lambda *shape: torch.rand(*shape, generator=g)  # noqa: E731
-    return {"candidates": rand(16, 6, controller.features), "valid": torch.ones(16, 6, dtype=torch.bool),
-            "scene": rand(16, controller.scene_features), **actions(rand, 16)}
+    return {"candidates": rand(16, 6, controller.features), "scene": rand(16, controller.scene_features),
+            **actions(rand, 16)}
+
+
+def as_rows(batch):
+    """The candidates [B, C, F] one after another, as a minibatch has them: row 0 is nobody's."""
+    b, c, f = batch["candidates"].shape
+    rows = torch.cat([torch.zeros(1, f), batch["candidates"].flatten(0, 1)])
+    return {**batch, "candidates": rows, "place": 1 + torch.arange(b * c).view(b, c)}
 
 
 def sequence_batch(step, model):
@@ -164,7 +172,7 @@ def run_phase2(team):
     module = wrap(PPOLoss(model, cfg.phase2), team, cfg.ddp)
     optimizer, precision = sgd(model), Precision(cfg.phase2.amp, team.device, team.any)
     for step in range(STEPS):
-        mine = part(ppo_batch(step, model.controller), team.rank, team.world, 0, 1)
+        mine = as_rows(part(ppo_batch(step, model.controller), team.rank, team.world, 0, 1))
         train_ddp.optimiser_step(module, [(mine, len(mine["u"]))], optimizer, precision, 1e9)
     return weights(model)
 

@@ -8,7 +8,7 @@ from gymnasium.utils.env_checker import check_env
 
 from configs.schema import Config
 from env import graph
-from env.baselines import BASELINES
+from env.baselines import make_baseline
 from env.traffic_env import KEEP, TrafficEnv
 
 from helpers import episode, equal, nobody, only, random_commands
@@ -81,11 +81,11 @@ def test_truncated_exactly_at_the_horizon(make, interval, step_length, warmup):
 def test_icv_share_is_a_quarter_and_does_not_depend_on_the_controller(make):
     env, seen = make(), []
     for seed, controller in ((3, "none"), (3, "random"), (4, "none")):
-        rng, icvs = np.random.default_rng(0), {}
+        rng, icvs, act = np.random.default_rng(0), {}, make_baseline(controller, env.cfg)
 
         def command(observation):
             icvs.update({name: bool(observation["icv"][slot]) for name, slot in env.slots.slot_of.items()})
-            return BASELINES[controller](observation, 5, rng)
+            return act(observation, 5, rng)
         episode(env, seed, 150, command)
         seen.append(icvs)
     uncontrolled, controlled, other = seen

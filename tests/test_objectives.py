@@ -62,7 +62,7 @@ def ppo_case():
 
 def test_ppo_loss_is_its_definition():
     new, old, advantage, valid = ppo_case()
-    loss, kl, clipped = objectives.ppo_loss(new, old, advantage, valid, CLIP, 7.0)
+    loss, kl, clipped, many = objectives.ppo_loss(new, old, advantage, valid, CLIP, 7.0)
     total, divergence, outside, picks = 0.0, 0.0, 0, 0
     for b in range(6):
         for k in range(5):
@@ -73,14 +73,14 @@ def test_ppo_loss_is_its_definition():
                 divergence += ratio - 1 - log_ratio
                 outside, picks = outside + (abs(ratio - 1) > CLIP), picks + 1
     assert loss.item() == pytest.approx(total, rel=1e-5)
-    assert kl.item() == pytest.approx(divergence / picks, rel=1e-5)
-    assert clipped.item() == pytest.approx(outside / picks) and 0 < outside < picks < valid.numel()
+    assert kl.item() == pytest.approx(divergence / 7, rel=1e-5) and many.item() == pytest.approx(picks / 7)
+    assert clipped.item() == pytest.approx(outside / 7) and 0 < outside < picks < valid.numel()
 
 
 def test_ppo_loss_at_the_old_policy():
     """Ratio 1: the loss is minus the advantage per valid pick, its gradient -A / count, and nothing is clipped."""
     new, _, advantage, valid = ppo_case()
-    loss, kl, clipped = objectives.ppo_loss(new, new.detach(), advantage, valid, CLIP, 2.0)
+    loss, kl, clipped, _ = objectives.ppo_loss(new, new.detach(), advantage, valid, CLIP, 2.0)
     loss.backward()
     assert loss.item() == pytest.approx(-(advantage * valid.sum(1)).sum().item() / 2, rel=1e-5)
     torch.testing.assert_close(new.grad, -advantage[:, None] * valid / 2)
@@ -104,16 +104,16 @@ def test_invalid_picks_contribute_nothing(junk):
 def test_nobody_picked_gives_zeros():
     new = torch.randn(3, 2, requires_grad=True)
     nobody = torch.zeros(3, 2, dtype=torch.bool)
-    loss, kl, clipped = objectives.ppo_loss(new, torch.randn(3, 2), torch.ones(3), nobody, CLIP, 1.0)
+    loss, *others = objectives.ppo_loss(new, torch.randn(3, 2), torch.ones(3), nobody, CLIP, 1.0)
     loss.backward()
-    assert loss == 0 and kl == 0 and clipped == 0 and (new.grad == 0).all()
+    assert loss == 0 and not any(others) and (new.grad == 0).all()
 
 
 def test_clipped_picks_get_no_gradient_beyond_the_clip_and_full_gradient_back():
     """A > 0 and ratio above 1 + clip: no gradient. A < 0 at the same ratio: the gradient pulls it back."""
     new = torch.tensor([[0.5], [0.5]], requires_grad=True)
     valid, gain = torch.ones(2, 1, dtype=torch.bool), torch.tensor([1.0, -1.0])
-    loss, _, _ = objectives.ppo_loss(new, torch.zeros(2, 1), gain, valid, CLIP, 1.0)
+    loss, *_ = objectives.ppo_loss(new, torch.zeros(2, 1), gain, valid, CLIP, 1.0)
     loss.backward()
     assert new.grad[0] == 0 and new.grad[1].item() == pytest.approx(math.exp(0.5))
 

@@ -3,12 +3,16 @@
 It runs with a pool that counts and a driver that checks what it is shown: their numbers say of which
 environment, episode and step they are, so that anything lost, doubled, late or swapped shows as a wrong number.
 """
-from types import SimpleNamespace
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
+from configs import Config
+from env.workers import WorkerError, make_pool
+from models.policy import Driver
 from runtime.rollout import Collector, episode_seed
 
 
@@ -33,9 +37,10 @@ def terminates(env, episode):
 class CountingPool:
     """Four environments in two groups. `late` shows a step's results when they are fetched, otherwise at once."""
 
-    num_envs, groups = 4, [[0, 2], [1, 3]]
+    num_envs = 4
 
-    def __init__(self, late):
+    def __init__(self, late, groups=((0, 2), (1, 3))):
+        self.groups = [list(group) for group in groups]
         fields = {"seen": np.float32, "icvs": np.int64}
         rest = {"slot": np.int64, "accel": np.float32, "lane": np.int8, "brake": np.float32}
         self.arrays = {name: np.zeros(4, kind) for name, kind in fields.items()}
@@ -43,7 +48,10 @@ class CountingPool:
         self.arrays.update({name: np.full(4, np.nan, np.float32) for name in ("reward", "cost")})
         self.arrays.update({name: np.zeros(4, bool) for name in ("terminated", "truncated")})
         self.final = {name: np.zeros(4, kind) for name, kind in fields.items()}
-        self.late, self.where, self.pending, self.seeds = late, [None] * 4, {}, []
+        self.late, self.where, self.pending, self.seeds, self.under_way = late, [None] * 4, {}, [], []
+
+    def spent(self, group):
+        return {"simulate": 0.25 * len(group), "idle": 0.0}
 
     def reset(self, seeds):
         for env, seed in enumerate(seeds):
@@ -53,7 +61,7 @@ class CountingPool:
 
     def _show(self, arrays, env):
         arrays["seen"][env] = code(env, *self.where[env])
-        arrays["icvs"][env] = 1 + sum(self.where[env]) % 3
+        arrays["icvs"][env] = 1 + (env // 2 + sum(self.where[env])) % 3  # not the same within a group
 
     def send(self, group, next_seeds):
         assert not set(group) & set(self.pending), "a step before the results of the last one were fetched"
@@ -65,6 +73,7 @@ class CountingPool:
             self.ended = {**getattr(self, "ended", {}), **{env: self._step(env, self.pending[env]) for env in group}}
 
     def receive(self, group):
+        self.under_way.append(set(self.pending))
         steps = {env: self._step(env, self.pending[env]) if self.late else self.ended.pop(env) for env in group}
         for env in group:
             del self.pending[env]
@@ -91,8 +100,12 @@ class CheckingDriver:
     max_vehicles = MAX_SLOTS
 
     def __init__(self):
-        self.model = SimpleNamespace(controller=SimpleNamespace(values=lambda scene: (scene.float(), scene + 0.125)))
+        self.drawn = {}
         self.forget()
+
+    @staticmethod
+    def values(seen):
+        return seen["scene"].float(), seen["scene"] + 0.125
 
     def forget(self, env=None):
         if env is None:
@@ -111,14 +124,15 @@ class CheckingDriver:
                 self.memory[env] += 1
         width = int(observation["icvs"].max())
         rows = seen[:, None].repeat(1, width)
-        names = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")
+        names = ("nodes", "surround", "icv", "fresh", "moved", "conflict")
         valid = torch.arange(width) < torch.from_numpy(observation["icvs"])[:, None]
-        return {"scene": seen.long(), "valid": valid, "candidates": rows[..., None], "embedding": rows[..., None],
-                "before": before[:, None, None, None].float(),
-                "observation": {**dict.fromkeys(names, rows), "globals": seen}}
+        return {"scene": seen, "valid": valid, "candidates": rows[..., None], "embedding": rows[..., None],
+                "before": before[:, None, None, None].expand(-1, width, 1, 2).float(),
+                "observation": {**dict.fromkeys(names, rows), "mask": valid, "globals": seen}}
 
-    def decide(self, seen, deterministic, generator):
-        assert deterministic is False and generator is None
+    def decide(self, seen, noise):
+        for number, uniform, normal in zip(seen["scene"].tolist(), *noise):
+            self.drawn[number] = torch.cat([uniform, normal])
         value, two = seen["scene"].float(), seen["scene"][:, None].repeat(1, 2)
         choice = {**dict.fromkeys(("picks", "u", "lane", "release", "log_prob"), two), "valid": two > 0, "value": value,
                   "cost_value": value + 0.125}
@@ -150,8 +164,8 @@ def test_collector_neither_loses_nor_doubles_nor_swaps_a_step(late, sequences):
     collector.begin(3)
     expected, episodes = history(30), []
     for fragment in range(3):
-        batch, facts = collector.collect(10)
-        rows = expected[10 * fragment:10 * fragment + 10]
+        rollout, facts = collector.collect(10)
+        batch, rows = rollout.dense(), expected[10 * fragment:10 * fragment + 10]
         columns = [torch.tensor([[row[i] for row in step] for step in rows]) for i in range(5)]
         for name, column in zip(("value", "reward", "next_value", "terminated", "ended"), columns):
             assert torch.equal(batch[name], column.to(batch[name].dtype)), name
@@ -171,19 +185,21 @@ def test_collector_neither_loses_nor_doubles_nor_swaps_a_step(late, sequences):
 
 
 def check_features(batch, seen, sequences):
-    """What was observed, padded to the widest step; and, for sequences, the memory before each of them."""
-    stored = ("embedding", "nodes", "moved") if sequences else ("candidates", "valid", "scene")
+    """What was observed, for as many candidates or vehicles as there were; and, for sequences, the memory before."""
+    stored = ("embedding", "nodes", "moved") if sequences else ("candidates",)
     assert set(stored) <= set(batch) and ("before" in batch) == bool(sequences)
-    first = batch[stored[0]]
-    assert first.shape[:3] == (10, 4, 3) and first.dtype == torch.float16  # widths 1 to 3 occur
-    assert torch.equal(first[:, :, 0, 0].long(), seen)
-    padded = first[..., 0] != first[:, :, :1, 0]
-    assert (first[..., 0][padded] == 0).all() and padded.any()
+    counts = 1 + (seen // 800 + seen % 400 // 20 + seen % 20) % 3
+    there = torch.arange(3) < counts[..., None]  # widths 1 to 3 occur
+    for name in stored:
+        assert batch[name].shape[:3] == (10, 4, 3) and batch[name].dtype == torch.float16
+        assert torch.equal(batch[name].view(10, 4, 3), (seen[..., None] * there).half()), name
     if sequences:
-        assert torch.equal(batch["before"].flatten(1).long(), seen[::5] % 20)
+        assert torch.equal(batch["mask"], there)
+        width = counts[::5].max()  # of the steps at which sequences start
+        before = ((seen[::5] % 20)[..., None] * there[::5])[..., :width, None, None]
+        assert torch.equal(batch["before"], before.expand(2, 4, width, 1, 2).half())
     else:
-        assert torch.equal(batch["scene"], seen)
-        assert torch.equal(batch["valid"].sum(-1), 1 + (seen % 400 // 20 + seen % 20) % 3)
+        assert torch.equal(batch["scene"], seen.half())
 
 
 def test_collector_begins_anew_at_a_boundary():
@@ -192,7 +208,71 @@ def test_collector_begins_anew_at_a_boundary():
     collector = Collector(pool, driver, run_seed=7, phase=3)
     for iteration in (0, 1):
         collector.begin(iteration)
-        batch, _ = collector.collect(7)
-        assert torch.equal(batch["value"][0], torch.tensor([code(env, 0, 0) for env in range(4)]).float())
+        rollout, _ = collector.collect(7)
+        assert torch.equal(rollout["value"][0], torch.tensor([code(env, 0, 0) for env in range(4)]).float())
     seeds = {seed for _, _, seed in pool.seeds}
     assert len(seeds) == len(pool.seeds) and episode_seed(7, 3, 1, 2, 1) in seeds
+
+
+# ---- noise -------------------------------------------------------------------------------------------------------
+
+def draws(groups=((0, 2), (1, 3)), run_seed=7, phase=2, iteration=0, first_env=0):
+    """[environment][step]: what the actions were sampled with."""
+    driver = CheckingDriver()
+    collector = Collector(CountingPool(True, groups), driver, run_seed, phase, first_env)
+    collector.begin(iteration)
+    collector.collect(12)
+    return [[driver.drawn[number] for number in sorted(driver.drawn) if number // 400 == env] for env in range(4)]
+
+
+def same(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("groups", [[[0], [1], [2], [3]], [[0, 1, 2, 3]], [[3, 1], [0, 2]]])
+def test_noise_belongs_to_the_environment_and_not_to_its_group(groups):
+    """All ranks once drew from streams of their own, in the order of groups: results depended on the layout."""
+    assert all(same(ours, theirs) for ours, theirs in zip(draws(), draws(groups)))
+
+
+def test_noise_follows_the_number_among_all_ranks():
+    """The third environment of one rank draws as the first of a second rank does."""
+    one, second = draws(), draws(first_env=2)
+    assert same(one[2], second[0]) and same(one[3], second[1])
+    flat = torch.cat([torch.stack(env) for env in one])
+    assert len(flat.unique(dim=0)) == len(flat) > 40  # never the same twice
+    assert flat.shape[1] == 4 * 2 + MAX_SLOTS + 2
+
+
+@pytest.mark.parametrize("change", [{"run_seed": 8}, {"phase": 3}, {"iteration": 1}])
+def test_noise_differs_between_runs_phases_and_iterations(change):
+    assert not any(torch.equal(a[0], b[0]) for a, b in zip(draws(), draws(**change)))
+
+
+# ---- hand-over ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("groups, turns", [([[0, 2], [1, 3]], 2), ([[0, 1, 2, 3]], 2), ([[0], [1], [2], [3]], 4)])
+def test_one_step_of_each_environment_is_under_way_while_groups_take_turns(groups, turns):
+    """Nothing is queued: at most one step per environment (CountingPool refuses a second), and while one group's
+    results are awaited the others simulate. A pool's only group is halved."""
+    pool = CountingPool(True, groups)
+    collector = Collector(pool, CheckingDriver(), 7, 2)
+    collector.begin(0)
+    collector.collect(9)
+    assert len(collector.groups) == turns and sorted(sum(collector.groups, [])) == [0, 1, 2, 3]
+    assert all(under_way == {0, 1, 2, 3} for under_way in pool.under_way[:8 * turns])
+    assert len(pool.under_way) == 9 * turns and pool.pending == {}
+
+
+def test_worker_that_stops_answering_ends_the_rollout_by_name(scenarios, models, ends_soon):
+    """The bound in time: no hand-over waits for ever, and nobody piles up orders meanwhile."""
+    cfg = Config()
+    cfg.env.max_vehicles = 40
+    with make_pool(cfg, 2, 1, scenarios) as pool:
+        collector = Collector(pool, Driver(models["small"], 2, 40), 7, 2)
+        collector.begin(0)
+        pool.patience, pids = 0.5, [process.pid for process in pool.processes]
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="rollout worker 1 did not answer within"):
+            collector.collect(100)
+        assert ends_soon(pids)

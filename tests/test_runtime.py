@@ -86,10 +86,11 @@ def test_scale_keeps_its_limits_and_static_never_moves():
 
 
 def test_overflow_of_another_rank_counts_here():
-    """`agree` decides: without an overflow of its own, this rank's scale moves with the others'."""
+    """`agree` decides: without an overflow of its own, this rank skips the step as the others do, and its scale moves
+    with theirs. It once took the step that they skipped."""
     flags, asked = [True, True, False], []
     one = Scaled(agree=lambda flag: asked.append(flag) or flags[len(asked) - 1])
-    assert [one.step() for _ in flags] == [(True, 64.0, 1.0), (True, 32.0, 2.0), (False, 32.0, 3.0)]
+    assert [one.step() for _ in flags] == [(True, 64.0, 0.0), (True, 32.0, 0.0), (False, 32.0, 1.0)]
     assert asked == [False] * 3
 
 
@@ -103,6 +104,10 @@ def test_scaler_state_continues_where_it_stopped():
     assert begin + second.run("o..." + "o") == expected and expected[5] == 32.0
     assert second.scaler.overflows == 4
     assert state == saved, "loading changed the caller's dictionary"
+    halved, third = Scaled(), Scaled()
+    halved.run("oo")
+    third.scaler.load_state_dict(halved.scaler.state_dict())
+    assert third.scaler.get_scale() == 32.0 and third.run("oo") == [32.0, 16.0]
 
 
 def test_scaler_accepts_the_state_of_a_run_without_one():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from scenes import build, close, scene
+from scenes import build, close, noise, scene
 
 from models.controller import (HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEATURES, ScaledValue, acceleration,
                                lane_choices, plackett_luce)
@@ -67,9 +67,10 @@ def candidates(model, counts, width=8, seed=0):
 def test_evaluate_repeats_the_log_probability_of_select(small, width, deterministic):
     """With no candidate, fewer than K, exactly K and more; in fewer places than K as well."""
     inputs = candidates(small, [0, 1, 3, 5, 8][:3 if width == 3 else 5], width)
-    chosen = small.controller.select(*inputs, deterministic, torch.Generator().manual_seed(3))
+    chosen = small.controller.select(*inputs, None if deterministic else noise(inputs[0], 3))
     assert chosen["picks"].shape == (len(inputs[0]), 5)
     assert chosen["valid"].sum(1).tolist() == [min(5, n) for n in inputs[1].sum(1).tolist()]
+    assert (chosen["picks"][~chosen["valid"]] == 0).all()  # what is stored is an index of some candidate in any case
     log_prob, entropy = small.controller.evaluate(*inputs, chosen)
     close(log_prob, chosen["log_prob"])
     assert (log_prob[~chosen["valid"]] == 0).all() and (log_prob[chosen["valid"]] != 0).all()
@@ -78,7 +79,7 @@ def test_evaluate_repeats_the_log_probability_of_select(small, width, determinis
 
 def test_picks_are_distinct_candidates(small):
     inputs = candidates(small, [8, 6, 5, 2] * 50)
-    chosen = small.controller.select(*inputs, False, torch.Generator().manual_seed(4))
+    chosen = small.controller.select(*inputs, noise(inputs[0], 4))
     for row, (picks, valid) in enumerate(zip(chosen["picks"], chosen["valid"])):
         taken = picks[valid].tolist()
         assert len(set(taken)) == len(taken) and inputs[1][row][picks[valid]].all()
@@ -87,7 +88,7 @@ def test_picks_are_distinct_candidates(small):
 def test_log_probability_is_that_of_the_parts(small):
     """pick, then release or not, and only if not the acceleration's density and the lane."""
     c, inputs = small.controller, candidates(small, [8] * 40)
-    chosen = c.select(*inputs, False, torch.Generator().manual_seed(5))
+    chosen = c.select(*inputs, noise(inputs[0], 5))
     scores = c.scores(*inputs[:2])
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
     mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
@@ -102,7 +103,7 @@ def test_log_probability_is_that_of_the_parts(small):
 
 def test_entropy_is_that_of_the_parts(small):
     c, inputs = small.controller, candidates(small, [8, 3, 1])
-    chosen = c.select(*inputs, False, torch.Generator().manual_seed(6))
+    chosen = c.select(*inputs, noise(inputs[0], 6))
     _, entropy = c.evaluate(*inputs, chosen)
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
     mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
@@ -123,7 +124,7 @@ def test_gumbel_top_k_samples_plackett_luce(small):
     inputs = [x.expand(draws, *x.shape[1:]) for x in (features, valid, surroundings)]
     with torch.no_grad():
         model.controller.alpha.mul_(20), model.controller.beta.mul_(20)
-        chosen = model.controller.select(*inputs, False, torch.Generator().manual_seed(7))
+        chosen = model.controller.select(*inputs, noise(inputs[0], 7, 2))
         scores = model.controller.scores(features, valid)
     pairs = torch.tensor(list(itertools.permutations(range(5), 2)))
     probability = plackett_luce(scores.expand(20, -1), pairs, torch.ones_like(pairs, dtype=torch.bool)).sum(1).exp()
@@ -138,7 +139,7 @@ def test_actions_are_sampled_from_their_distributions(small):
     inputs[0][..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1] = 1.0
     many = [x.expand(draws, *x.shape[1:]) for x in inputs]
     with torch.no_grad():
-        chosen = small.controller.select(*many, False, torch.Generator().manual_seed(8))
+        chosen = small.controller.select(*many, noise(many[0], 8))
         mean, lane, release = small.controller.heads(*inputs[::2], torch.ones(1, 1, 3, dtype=torch.bool))
     u, tolerance = chosen["u"][:, 0], 5 / math.sqrt(draws)
     assert u.mean().item() == pytest.approx(mean.item(), abs=tolerance)
@@ -150,10 +151,7 @@ def test_actions_are_sampled_from_their_distributions(small):
 
 def test_deterministic_selection_takes_the_best(small):
     inputs = candidates(small, [8, 5, 2])
-    chosen = small.controller.select(*inputs, True)
-    again = small.controller.select(*inputs, True, torch.Generator().manual_seed(9))
-    for name, value in chosen.items():
-        assert torch.equal(value, again[name]), name
+    chosen = small.controller.select(*inputs)
     order = small.controller.scores(*inputs[:2]).argsort(1, descending=True)
     for row, count in enumerate([5, 5, 2]):
         assert chosen["picks"][row, :count].tolist() == order[row, :count].tolist()
@@ -165,8 +163,8 @@ def test_lanes_that_do_not_exist_are_never_chosen(small):
     model.controller.action[-1].bias.data[1:4] = torch.tensor([5.0, -5.0, 5.0])  # loves to change lanes
     features, valid, surroundings = candidates(model, [8] * 500)
     flags = features[..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1]
-    for deterministic in (False, True):
-        chosen = model.controller.select(features, valid, surroundings, deterministic, torch.Generator().manual_seed(1))
+    for sampling in (noise(features, 1), None):
+        chosen = model.controller.select(features, valid, surroundings, sampling)
         has = flags.gather(1, chosen["picks"][..., None].expand(-1, -1, 2)) > 0.5
         lane = chosen["lane"]
         assert not ((lane == 0) & ~has[..., 0]).any() and not ((lane == 2) & ~has[..., 1]).any()
@@ -188,7 +186,7 @@ def test_acceleration_stays_in_its_range_and_starts_at_zero(models):
     assert acceleration(torch.tensor([-50.0, 50.0])).tolist() == [-3.0, 2.0]
     inputs = candidates(models["small"], [8])
     with torch.no_grad():
-        chosen = models["small"].controller.select(*inputs, True)
+        chosen = models["small"].controller.select(*inputs)
     assert acceleration(chosen["u"]).abs().max() < 0.6
 
 
@@ -245,7 +243,7 @@ def test_decisions_are_taken_on_what_is_stored(models):
     """The policy once decided on float32 features and learned from their float16 copies: the first ratio was not 1."""
     driver = Driver(models["small"], 2, 40)
     seen = driver.perceive(observation(3), [0, 1])
-    choice, _ = driver.decide(seen, False, torch.Generator().manual_seed(1))
+    choice, _ = driver.decide(seen, noise(seen["candidates"], 1))
     stored = [seen[name].half().float() for name in ("candidates", "scene")]
     with torch.no_grad():
         log_prob, _ = models["small"].controller.evaluate(stored[0], seen["valid"], stored[1], choice)
@@ -257,7 +255,7 @@ def test_decisions_are_taken_on_what_is_stored(models):
 def test_commands_name_slots_of_icvs_and_released_ones_get_none(models):
     driver, obs = Driver(models["small"], 2, 40), observation(3)
     seen = driver.perceive(obs, [0, 1])
-    choice, commands = driver.decide(seen, False, torch.Generator().manual_seed(1))
+    choice, commands = driver.decide(seen, noise(seen["candidates"], 1))
     active = (choice["valid"] & ~choice["release"]).numpy()
     assert active.any() and not active.all()
     assert (commands["slot"][~active] == 40).all()

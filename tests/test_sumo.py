@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
-from env import launch, sumo
+from env import launch, sumo, wire
 from env.launch import SumoError
 from env.road import Road, Traffic
 from env.scenarios import build_scenario
@@ -78,8 +78,9 @@ def test_bulk_readings_equal_the_stock_getters(start, corridor):
     stock, simulation = simulator.client.vehicle, simulator.client.simulation
     getters = {"xy": stock.getPosition, "angle": stock.getAngle, "speed": stock.getSpeed,
                "accel": stock.getAcceleration, "pos": stock.getLanePosition, "odometer": stock.getDistance,
-               "route_index": stock.getRouteIndex, "allowed": stock.getAllowedSpeed}
-    assert set(getters) == {name for name in records.dtype.names if not name.startswith("tag_")}
+               "route_index": stock.getRouteIndex, "allowed": stock.getAllowedSpeed,
+               "length": stock.getLength}
+    assert set(getters) == {name for _, name, _ in wire.READINGS}
     names = [name.decode() for name in ids]
     assert len(names) > 50 and set(names) == set(stock.getIDList())
     assert [lane.decode() for lane in lanes] == [stock.getLaneID(name) for name in names]
@@ -102,11 +103,10 @@ def test_reading_an_empty_road(start, road):
         simulator.step(until + 1.0)
 
 
-def test_get_answers_in_order_and_none_for_strangers(start, road):
+def test_routes_in_order_and_nothing_for_strangers(start, road):
     simulator = start(arguments(road(vehicle("a"))))
     simulator.step(1.0)
-    wanted = [(sumo.tc.VAR_EDGES, b"a"), (sumo.tc.VAR_LENGTH, b"nobody"), (sumo.tc.VAR_LENGTH, b"a")]
-    assert simulator.get(wanted) == [[b"long", b"short"], None, 5.0]
+    assert simulator.routes_of([b"a", b"nobody", b"a"]) == [[b"long", b"short"], [], [b"long", b"short"]]
     assert simulator.read(1.0)[0] == [b"a"]  # the refusal leaves the connection in step
 
 
@@ -116,9 +116,9 @@ def test_any_vehicle_name(start, road, name):
     simulator, key = start(arguments(road(vehicle(name)))), name.encode()
     simulator.step(1.0)
     before = speed_of(simulator, key, 1.0)
-    simulator.step(2.0, [*sumo.set_modes(key, 26, 1621), sumo.accelerate(key, -3.0, 1.0)])
+    simulator.step(2.0, [sumo.SetModes(key, 26, 1621), sumo.Accelerate(key, -3.0, 1.0)])
     assert speed_of(simulator, key, 2.0) == pytest.approx(before - 3.0)
-    assert simulator.get([(sumo.tc.VAR_EDGES, key)]) == [[b"long", b"short"]]
+    assert simulator.routes_of([key]) == [[b"long", b"short"]]
 
 
 def test_events_of_one_long_step_cover_all_simulation_steps(start, corridor):
@@ -214,7 +214,7 @@ def test_acceleration_of_one_second_changes_the_speed(start, road, step_length, 
     simulator = start(["-c", str(road(driver + one)), "--step-length", step_length, "--no-warnings"])
     simulator.step(1.0)
     before = speed_of(simulator, b"a", 1.0)
-    simulator.step(2.0, [*sumo.set_modes(b"a", mode, 1621), sumo.accelerate(b"a", acceleration, 1.0)])
+    simulator.step(2.0, [sumo.SetModes(b"a", mode, 1621), sumo.Accelerate(b"a", acceleration, 1.0)])
     assert speed_of(simulator, b"a", 2.0) == pytest.approx(before + change, abs=1e-6)
     simulator.step(4.0)
     assert speed_of(simulator, b"a", 4.0) > before + change  # the driver has the speed again and wants 30 m/s
@@ -224,7 +224,7 @@ def test_lane_change_is_held_and_then_released(start, road):
     simulator = start(arguments(road(vehicle("a"))))
     simulator.step(1.0)
     assert simulator.read(1.0)[2] == [b"long_0"]
-    simulator.step(2.0, [sumo.change_lane(b"a", 1, 5.0)])
+    simulator.step(2.0, [sumo.ChangeLane(b"a", 1, 5.0)])
     for now in range(2, 7):
         assert simulator.read(float(now))[2] == [b"long_1"], now
         simulator.step(now + 1.0)
@@ -235,8 +235,8 @@ def test_lane_change_is_held_and_then_released(start, road):
 def test_commands_for_strangers_are_dropped_and_the_connection_stays_in_step(start, road):
     simulator = start(arguments(road(vehicle("a"))))
     simulator.step(1.0)
-    simulator.step(2.0, [sumo.accelerate(b"nobody", -3.0, 1.0), *sumo.set_modes(b"nobody", 26, 1621),
-                         sumo.change_lane(b"a", 7, 1.0), sumo.accelerate(b"a", -3.0, 1.0)])
+    simulator.step(2.0, [sumo.Accelerate(b"nobody", -3.0, 1.0), sumo.SetModes(b"nobody", 26, 1621),
+                         sumo.ChangeLane(b"a", 7, 1.0), sumo.Accelerate(b"a", -3.0, 1.0)])
     ids, records, lanes, *_ = simulator.read(2.0)
     assert ids == [b"a"] and lanes == [b"long_0"]
     assert records["accel"][0] == pytest.approx(-3.0)
@@ -393,7 +393,7 @@ def test_unknown_scenario(tmp_path, name, words):
 
 def test_refused_numbers_come_with_netconverts_words(tmp_path, monkeypatch):
     wrong = '<connection from="nowhere" to="main0" fromLane="0" toLane="0"/>'
-    monkeypatch.setattr("env.scenarios._link", lambda *_: wrong)
+    monkeypatch.setattr("env.networks._link", lambda *_: wrong)
     with pytest.raises(SumoError, match="(?s)netconvert refused the network of scenario 'corridor'.*nowhere"):
         build_scenario(Config(), tmp_path)
     assert os.listdir(tmp_path) == []

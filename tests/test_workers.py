@@ -13,6 +13,7 @@ import pytest
 import env as env_package
 from configs.schema import Config
 from env.traffic_env import KEEP, TrafficEnv
+from env import workers as workers_module
 from env.workers import SerialPool, WorkerError, WorkerPool, make_pool
 
 ROOT = Path(env_package.__file__).resolve().parent.parent
@@ -55,7 +56,7 @@ def command(pool, rng, group):
 
 def snapshot(pool, group=None):
     rows = slice(None) if group is None else list(group)
-    return {name: array[rows].copy() for name, array in pool.arrays.items()}
+    return {name: array[rows].copy() for name, array in pool.arrays.items() if name != "seconds"}  # times differ
 
 
 def equal(first, second):
@@ -362,3 +363,29 @@ def test_nothing_survives_a_killed_parent(scenarios, ends_soon):
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGKILL)
     assert gone
+
+
+def test_pool_says_where_its_workers_time_went(pool_of):
+    pool = pool_of(2, 1)
+    rows = run(pool, 3)
+    assert len(rows) == 4
+    start = time.perf_counter()
+    command(pool, np.random.default_rng(0), range(2))
+    time.sleep(0.2)
+    pool.send(range(2))
+    pool.receive(range(2))
+    spent, wall = pool.spent([0, 1]), time.perf_counter() - start
+    assert set(spent) == {"simulate", "read", "graph", "idle"} and all(seconds > 0 for seconds in spent.values())
+    assert spent["idle"] > 0.19 and spent["simulate"] > spent["graph"] / 10 and sum(spent.values()) < wall + 0.05
+
+
+@pytest.mark.parametrize("processors, rank, learners, workers, places", [
+    (8, 0, 1, 2, [0, 4]), (8, 1, 2, 2, [4, 6]), (32, 0, 1, 6, [0, 5, 10, 16, 21, 26]), (2, 0, 1, 1, [0]),
+    (2, 0, 1, 2, [None, None]), (4, 1, 2, 2, [None, None])])
+def test_workers_are_spread_over_processors_and_leave_some(monkeypatch, processors, rank, learners, workers, places):
+    """As many workers as processors were each kept on one of them: the learner had to share with some and not with
+    others, and collecting took a third longer."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(processors)))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
+    assert [workers_module._processor(w, workers) for w in range(workers)] == places

@@ -1,0 +1,70 @@
+"""The traffic environment as any PPO library takes it: a flat observation and a MultiDiscrete action.
+
+The same TrafficEnv does the same work in every step; only its two ends differ. Observation: the chosen arrays of the
+graph for all slots, and the global metrics, as one vector. Action, for each of the K commands: which of the ICVs
+present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what our PPO maximises,
+reward - cost_weight * cost.
+"""
+import json
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from env.spaces import ACCEL_HIGH, ACCEL_LOW, observation_space
+from env.traffic_env import make_env
+
+# What an MLP sees of every vehicle. Neighbours and edges follow from it, and would make the vector 4 times as long.
+VEHICLES = ("nodes", "surround", "icv", "mask")
+GRAPH = (*VEHICLES, "edges", "neighbours")  # what a graph network needs
+ICVS = 64                                   # so many ICVs (in slot order) can be picked; the corridor holds fewer
+LEVELS = np.linspace(ACCEL_LOW, ACCEL_HIGH, 11)
+SCALE = 0.01                                # metres, m/s and slots up to 1000 become at most 10, as an MLP needs it
+
+
+def layout(cfg, arrays):
+    """{name: shape} of what the flat observation consists of, in order."""
+    shapes = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
+    return {name: shapes[name].shape for name in (*arrays, "globals")}
+
+
+class FlatTraffic(gymnasium.Env):
+    """TrafficEnv of a configs.Config as Box [W] and MultiDiscrete [65, 3, 11] * K; `folder` keeps its scenario."""
+
+    def __init__(self, cfg, folder, arrays=VEHICLES):
+        self.env, self.cfg, self.folder = make_env(cfg, str(Path(folder) / "scenario")), cfg, Path(folder)
+        self.arrays = layout(cfg, arrays)
+        width = sum(int(np.prod(shape)) for shape in self.arrays.values())
+        self.observation_space = spaces.Box(-10.0, 10.0, (width,), np.float32)
+        self.action_space = spaces.MultiDiscrete([ICVS + 1, 3, len(LEVELS)] * cfg.env.max_commands)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        observation, _ = self.env.reset(seed=int(self.np_random.integers(2 ** 31 - 1)))
+        return self._flat(observation), {}
+
+    def step(self, action):
+        pick, lane, level = np.asarray(action).reshape(-1, 3).T
+        icvs = np.flatnonzero(self.env.observation["icv"])[:ICVS]
+        slots = np.full(ICVS + 1, self.cfg.env.max_vehicles)
+        slots[:len(icvs)] = icvs
+        observation, reward, terminated, truncated, info = self.env.command(
+            slots[pick], LEVELS[level], lane, np.zeros(len(pick)))
+        if terminated or truncated:
+            self._note(info["episode"])
+        objective = reward - self.cfg.phase2.cost_weight * info["cost"]
+        return self._flat(observation), float(objective), terminated, truncated, {}
+
+    def close(self):
+        self.env.close()
+
+    def _flat(self, observation):
+        flat = np.concatenate([observation[name].ravel() for name in self.arrays], dtype=np.float32)
+        return np.clip(flat * np.float32(SCALE), -10, 10)
+
+    def _note(self, episode):
+        """One line per ended episode: shows whether everybody simulated about the same traffic."""
+        with open(self.folder / "episodes.jsonl", "a") as file:
+            file.write(json.dumps({"time": time.time(), "ocr": episode["ocr"], "loaded": episode["loaded"]}) + "\n")

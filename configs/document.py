@@ -1,0 +1,56 @@
+"""Write default.yaml anew from the schema, after a setting has been added or changed there.
+
+    python -m configs.document
+"""
+import dataclasses
+from pathlib import Path
+
+from configs.schema import Config
+
+WIDTH = 120
+HEAD = """\
+# The target machine: 2x RTX 2080 Ti (22 GB), 32 threads, 16 GB RAM. Every key, its default and its meaning.
+# Other files name this one with `base:` and hold only the differences; the command line adds section.key=value.
+# Written by `python -m configs.document`."""
+
+
+def default_yaml():
+    """The text of default.yaml."""
+    return "\n".join([HEAD, *document(Config())]) + "\n"
+
+
+def document(section, indent=""):
+    """Lines of YAML with every key, its default and its meaning."""
+    for setting in dataclasses.fields(section):
+        value = getattr(section, setting.name)
+        if dataclasses.is_dataclass(value):
+            if not indent:
+                yield from ("", f"# {setting.metadata['title']}")
+            yield f"{indent}{setting.name}:"
+            yield from document(value, indent + "  ")
+        else:
+            yield from _key(f"{indent}{setting.name}: {_text(value)}", setting.metadata, indent)
+
+
+def _key(text, meta, indent):
+    meaning = meta["doc"]
+    if meta["choices"] and "auto =" not in meaning:
+        meaning += f" ({', '.join(meta['choices'])})"
+    line = f"{text:<40s} # {meaning}"
+    return [line] if len(line) <= WIDTH else [f"{indent}# {meaning}", text]
+
+
+def _text(value):
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(str(item) for item in value) + "]"
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        return f"{value:.1e}".replace("e-0", "e-")  # YAML reads 1e-4 as a string, 1.0e-4 as a number
+    return str(value)
+
+
+if __name__ == "__main__":
+    path = Path(__file__).with_name("default.yaml")
+    path.write_text(default_yaml())
+    print(f"written: {path}")

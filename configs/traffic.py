@@ -1,0 +1,114 @@
+"""Settings of the built-in scenarios, their human drivers, and the controllers to compare with."""
+from dataclasses import dataclass
+
+from configs.options import opt, sub
+
+# env/baselines.py
+BASELINES = ("none", "random", "lane_advice", "speed_advice", "follower_stopper", "idm", "pi_saturation")
+
+
+@dataclass
+class CorridorConfig:
+    main_flow: float = opt(2800.0, "mainline demand, veh/h", low=1)
+    ramp_flow: float = opt(800.0, "demand of each on-ramp, veh/h", low=1)
+    lanes: int = opt(2, "mainline lanes", low=1, high=6)
+    ramps: int = opt(2, "on-ramps, each with a 150 m acceleration lane", low=1, high=8)
+
+
+@dataclass
+class RingConfig:
+    length_m: float = opt(230.0, "circumference, m", low=60)
+    vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
+
+
+@dataclass
+class DriverConfig:
+    model: str = opt("Krauss", "SUMO car-following model")
+    accel: float = opt(0.8, "m/s^2", low=0.1)
+    decel: float = opt(4.5, "comfortable braking, m/s^2", low=0.1)
+    sigma: float = opt(0.5, "driver imperfection (Krauss; SUMO's IDM has none)", low=0, high=1)
+    tau: float = opt(1.0, "desired time headway, s", low=0.1)
+    max_speed: float = opt(30.0, "m/s", low=1)
+
+
+@dataclass
+class SceneDriverConfig(DriverConfig):
+    min_gap_m: float = opt(2.5, "gap at standstill, m", low=0)
+    speed_dev: float = opt(0.1, "spread of the drivers' desired speeds, share of the speed limit", low=0, high=1)
+    impatience: float = opt(0.5, "willingness to make others brake at junctions", low=0, high=1)
+    awareness: float = opt(1.0, "below 1 the driver misjudges gaps and speeds (SUMO's driver state device)",
+                           low=0.1, high=1)
+
+
+@dataclass
+class FigureEightConfig:
+    radius_m: float = opt(30.0, "radius of the two arcs and length of the four legs, m", low=15)
+    vehicles: int = opt(14, "vehicles on the loop, evenly spaced at the start", low=2, high=200)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=1.0, decel=1.5, sigma=0.0, min_gap_m=2.0,
+                                    awareness=0.5)
+
+
+@dataclass
+class MergeConfig:
+    main_flow: float = opt(1250.0, "mainline demand, veh/h (2000 in the literature)", low=1)
+    ramp_flow: float = opt(100.0, "demand of the joining road, veh/h", low=1)
+    main_length_m: float = opt(500.0, "mainline before the junction, behind 100 m of inflow, m", low=50)
+    ramp_length_m: float = opt(100.0, "joining road before the junction, behind 100 m of inflow, m", low=50)
+    after_length_m: float = opt(100.0, "road after the junction, m", low=50)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=2.6, sigma=0.0)
+
+
+@dataclass
+class BottleneckConfig:
+    flow: float = opt(2000.0, "demand per lane of the exit, veh/h (2500 in the literature)", low=1)
+    lanes: int = opt(1, "n, lanes of the exit: 4 n lanes at the entrance, 2 n in between", low=1, high=8)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=2.6, sigma=0.0)
+
+
+@dataclass
+class AdviceConfig:
+    reach_m: float = opt(314.0, "ICVs in the right lane this near to a merge move left, m", low=0, high=500)
+    vehicles: int = opt(1, "if so many vehicles are on the joining road", low=0)
+    ahead: float = opt(0.26, "speed advice looks so far ahead, share of the network's length", low=0, high=1)
+    gain: float = opt(0.0, "m/s^2 per m/s of difference to the mean speed ahead, 0 = no speed advice", low=0)
+    offset: float = opt(0.0, "added to the mean speed ahead, m/s")
+    margin: float = opt(0.0, "only for ICVs so much faster than the mean ahead, m/s", low=0)
+    below: float = opt(20.0, "only where the mean ahead is lower, m/s", low=0)
+    brake: float = opt(1.5, "strongest braking of the speed advice, m/s^2", low=0, high=3)
+    accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
+
+
+@dataclass
+class FollowerStopperConfig:
+    floor: float = opt(15.0, "least desired speed, m/s", low=0)
+
+
+@dataclass
+class IDMConfig:
+    desired_speed: float = opt(30.0, "m/s", low=1)
+    headway: float = opt(1.0, "desired time gap, s", low=0)
+    accel: float = opt(1.0, "m/s^2", low=0.1)
+    decel: float = opt(1.5, "comfortable braking, m/s^2", low=0.1)
+    exponent: float = opt(4.0, "of the free-road term", low=1)
+    min_gap_m: float = opt(2.0, "desired gap at standstill, m", low=0)
+
+
+@dataclass
+class PISaturationConfig:
+    history_s: float = opt(38.0, "the mean speed is taken over so long, s", low=0)
+    gap_low_m: float = opt(7.0, "gap from which on the vehicle catches up, m", low=0)
+    gap_high_m: float = opt(30.0, "gap at which it does so fully, m", low=0)
+    catch_up: float = opt(1.0, "m/s above the mean speed", low=0)
+    gamma_m: float = opt(2.0, "gap over which it passes from the leader's speed to its own, m", low=0.01)
+    min_gap_m: float = opt(4.0, "smallest gap, m", low=0)
+    min_gap_s: float = opt(2.0, "the same, s times the leader's excess of speed", low=0)
+
+
+@dataclass
+class BaselinesConfig:
+    lane_advice: AdviceConfig = sub(AdviceConfig)
+    speed_advice: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7,
+                                     below=20.1, brake=1.76)
+    follower_stopper: FollowerStopperConfig = sub(FollowerStopperConfig)
+    idm: IDMConfig = sub(IDMConfig)
+    pi_saturation: PISaturationConfig = sub(PISaturationConfig)

@@ -1,0 +1,123 @@
+"""Scan a whole data set and name everything that is wrong with it: file, row, what was expected and what was found.
+
+    python -m data.check --config configs/quick.yaml
+
+Looks at every value of the raw samples and of all processed graphs below data.folder: missing, truncated, overlong or
+changed files, chunks of another schema, and rows with NaN, infinite or impossible values. Exit code 0 and one line
+when all is well, 2 otherwise.
+"""
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from configs import ConfigError
+from data.layout import DataError, Shape, chunk_offset, file_hash, read_description, read_json
+from data.records import not_finite, parse
+
+SHOWN = 100  # findings printed at most
+
+
+def check(folder):
+    """(findings, facts): lists of lines of text about the data set below `folder`."""
+    folder = Path(folder)
+    raw = folder / "raw" / "metadata.json"
+    if not raw.exists():
+        return [f"{raw}: no such file; run data.collect first"], []
+    findings, facts = [], [f"{len(list(raw.parent.glob('chunk_*.json')))} raw chunks"]
+    findings += check_raw(raw.parent)
+    for processed in sorted(path for path in (folder / "processed").glob("*") if path.is_dir()):
+        findings += check_processed(processed)
+        facts.append(f"{len(list(processed.glob('chunk_*.npy')))} chunks in {processed.name}")
+    return findings, facts
+
+
+def check_raw(folder):
+    """Findings in raw/."""
+    try:
+        meta = read_json(folder / "metadata.json", "metadata of a collection")
+        data, graph = meta["settings"]["data"], meta["settings"]["graph"]
+        shape = Shape(data["history"], data["future"], data["margin"], data["vehicles"][1], graph["k_max"])
+        chunks = [(folder / c["file"], c["sha256"], len(c["hashes"])) for c in meta["chunks"]]
+    except (DataError, KeyError, TypeError, IndexError) as error:
+        return [f"{folder / 'metadata.json'}: damaged: {error}"]
+    return [finding for chunk in chunks for finding in _raw_chunk(*chunk, shape)]
+
+
+def _raw_chunk(path, sha256, count, shape):
+    if not path.exists():
+        return [f"{path}: missing"]
+    findings = [] if file_hash(path) == sha256 else [f"{path}: its SHA-256 is not that of metadata.json"]
+    try:
+        samples = read_json(path, "a raw chunk")["samples"]
+    except (DataError, KeyError, TypeError) as error:
+        return findings + [f"{path}: not a raw chunk: {error}"]
+    if len(samples) != count:
+        findings.append(f"{path}: {len(samples)} samples, expected {count}")
+    for row, sample in enumerate(samples):
+        try:
+            parse(sample, shape)
+        except ValueError as error:
+            findings.append(f"{path}: row {row}: {error}")
+    return findings
+
+
+def check_processed(folder):
+    """Findings in one folder of graphs."""
+    if not (folder / "metadata.json").exists():
+        return []  # half built: data.preprocess continues it
+    try:
+        meta, _, shape = read_description(folder)
+    except DataError as error:
+        return [str(error)]
+    return [finding for chunk in meta["chunks"]
+            for finding in _processed_chunk(folder / chunk["file"], chunk, shape)]
+
+
+def _processed_chunk(path, chunk, shape):
+    try:
+        offset = chunk_offset(path, chunk, shape)
+    except DataError as error:
+        return [str(error)]
+    records = np.memmap(path, shape.frame(), "r", offset, (chunk["rows"], shape.frames))
+    findings = [f"{path}: row {row}: {name}: NaN or infinite" for row, name in not_finite(records)]
+    findings += [f"{path}: row {row}: {text}" for row, text in impossible(records)]
+    if not findings and file_hash(path) != chunk["sha256"]:
+        findings.append(f"{path}: its SHA-256 is not that of metadata.json")
+    return findings
+
+
+def impossible(records):
+    """[(row, what is wrong)]: neighbours that do not exist."""
+    near, present, found = records["neighbours"].astype(int), records["present"], []
+    n = present.shape[2]
+    for row in np.flatnonzero(((near < -1) | (near >= n)).any((1, 2, 3))):
+        found.append((int(row), f"neighbours: an index outside -1 to {n - 1}"))
+    there = np.append(present, np.ones_like(present[..., :1]), -1)  # -1 stands for nobody
+    inside = np.where((near >= -1) & (near < n), near, -1)
+    known = np.take_along_axis(there[:, :, None, :], inside % (n + 1), 3)
+    for row in np.flatnonzero(~known.all((1, 2, 3))):
+        found.append((int(row), "neighbours: a vehicle that is not present"))
+    return found
+
+
+def main(arguments=None):
+    from configs.command_line import parse as parse_command
+    try:
+        folder = parse_command(__doc__, arguments).config.data.folder
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    findings, facts = check(folder)
+    for line in findings[:SHOWN]:
+        print(line, file=sys.stderr)
+    if findings:
+        print(f"error: {folder}: {len(findings)} findings" + (f", {SHOWN} shown" if len(findings) > SHOWN else ""),
+              file=sys.stderr)
+        return 2
+    print(f"{folder}: nothing wrong in {', '.join(facts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Where data lie while training: graphs on disk below a size limit, or copied to memory; slow drives are named."""
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+from data.layout import DataError, processed_folder
+
+MEMORY = "/dev/shm"
+
+
+def open_data(cfg, team):
+    """The folder to read graphs from, on every rank. The first rank collects and preprocesses what is missing; with
+    `data.tmpfs` one rank of each machine copies the graphs to memory."""
+    from data.collect import collect
+    from data.preprocess import preprocess
+    if team.is_main:
+        collect(cfg)
+        preprocess(cfg)
+    team.barrier()
+    folder = processed_folder(cfg)
+    if on_windows_drive(folder):
+        team.say(f"WARNING: {folder.resolve()} lies on a Windows drive, which WSL2 reads several times slower than its "
+                 "own disk; set data.folder to a path below your Linux home, or data.tmpfs=true")
+    if not cfg.data.tmpfs:
+        return folder
+    own = copy_to_memory(folder) if team.local_rank == 0 else None
+    copies = team.gather((socket.gethostname(), own and str(own)))
+    folder = next(Path(path) for host, path in copies if path and host == socket.gethostname())
+    team.say(f"data.tmpfs: reading a copy of the graphs in {folder}")
+    return folder
+
+
+def on_windows_drive(path):
+    """Whether a path lies below /mnt/<letter>, where WSL2 shows Windows' drives."""
+    return re.match(r"/mnt/[a-z](/|$)", str(Path(path).resolve())) is not None
+
+
+def copy_to_memory(folder, place=MEMORY):
+    """Copy a processed data set to `place`. It vanishes with this process, however that ends: a shell waits for the
+    end of a pipe that only this process holds, and then removes the copy."""
+    need, free = size_of(folder), shutil.disk_usage(place).free
+    if need > 0.8 * free:
+        raise DataError(f"data.tmpfs=true: {folder} has {need / 1e6:.0f} MB, too much for the {free / 1e6:.0f} MB that "
+                        f"are free in {place}; set data.tmpfs=false")
+    copy = tempfile.mkdtemp(prefix="mixed-autonomy-", dir=place)
+    subprocess.Popen(["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "remove-at-exit", copy], stdin=subprocess.PIPE,
+                     start_new_session=True)
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    return Path(copy)
+
+
+def size_of(folder):
+    """Bytes in a folder's files."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+# ---- the graphs of several settings side by side ---------------------------------------------------------------
+
+def mark_used(folder):
+    with contextlib.suppress(OSError):  # a data set of somebody else
+        os.utime(folder / "metadata.json")
+
+
+def make_room(newest, limit_gb, report):
+    """Remove the least recently used data sets beside `newest` until all together fit `limit_gb`. Those that some
+    process has open for reading (`hold`) stay."""
+    others = [path for path in newest.parent.iterdir() if path.is_dir() and path != newest]
+    used = lambda path: max(p.stat().st_mtime for p in (path, path / "metadata.json") if p.exists())  # noqa: E731
+    total = size_of(newest.parent)
+    for path in sorted(others, key=used):
+        if total <= limit_gb * 1e9:
+            return
+        if not in_use(path):
+            size = size_of(path)
+            shutil.rmtree(path)
+            total -= size
+            report(f"removed {path} ({size / 1e6:.0f} MB, the least recently used graphs): data.disk_gb={limit_gb}")
+    if total > limit_gb * 1e9:
+        report(f"NOTE: {newest.parent} has {total / 1e9:.2f} GB, above data.disk_gb={limit_gb}: nothing else to remove")
+
+
+def hold(folder):
+    """An open file that keeps `make_room` from removing a data set, until it is closed."""
+    file = open(Path(folder) / "metadata.json", "rb")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def in_use(folder):
+    if not (folder / "metadata.json").exists():
+        return False
+    with open(folder / "metadata.json", "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -1,0 +1,112 @@
+"""SUMO inside this process (libsumo), with the same methods as env.sumo.Sumo and the same trajectories.
+
+One simulation per process, no deadline for a call, and a crash of SUMO is a crash of the process: that is its price.
+"""
+import os
+
+import numpy as np
+
+from env.launch import SumoError, sumo_home
+from env.sumo import COUNTERS
+from env.wire import READINGS, Accelerate, ChangeLane, SetModes
+
+RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
+                  ).newbyteorder("=")
+GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel": "getAcceleration",
+           "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
+           "length": "getLength", "route_index": "getRouteIndex"}
+
+
+class LibSumo:
+    """The simulation of this process. `arguments`: SUMO's command line without the binary (`-c file ...`)."""
+
+    def __init__(self, arguments):
+        self.client = _library()
+        if self.client.isLoaded():
+            raise SumoError("libsumo holds one simulation per process and has one already: "
+                            "env.backend=traci runs several")
+        self.alive = True
+        self._call(self.client.start, ["sumo", *arguments])
+
+    def _call(self, function, *arguments):
+        try:
+            return function(*arguments)
+        except (self.client.TraCIException, self.client.FatalTraCIError, RuntimeError) as error:
+            self.close()
+            raise SumoError(f"SUMO failed: {error}") from None
+
+    def load(self, arguments):
+        """Start another episode."""
+        self._call(self.client.load, list(arguments))
+
+    def close(self):
+        """End the simulation; safe to call twice."""
+        if self.alive:
+            self.alive = False
+            self.client.close()
+
+    def step(self, until, commands=()):
+        """Carry out `commands` and simulate up to time `until`. Commands for vehicles that have gone are dropped."""
+        for command in commands:
+            try:
+                self._send(command)
+            except self.client.TraCIException:
+                pass
+        self._call(self.client.simulationStep, until)
+
+    def _send(self, command):
+        vehicle, name = self.client.vehicle, command.vehicle.decode()
+        if isinstance(command, Accelerate):
+            vehicle.setAcceleration(name, command.acceleration, command.duration)
+        elif isinstance(command, ChangeLane):
+            vehicle.changeLane(name, command.lane, command.duration)
+        elif isinstance(command, SetModes):
+            vehicle.setSpeedMode(name, command.speed_mode)
+            vehicle.setLaneChangeMode(name, command.lane_change_mode)
+
+    def read(self, now):
+        """See env.sumo.Sumo.read."""
+        vehicle, simulation = self.client.vehicle, self.client.simulation
+        names = vehicle.getIDList()
+        records = np.empty(len(names), RECORD)
+        for field, getter in GETTERS.items():
+            values = list(map(getattr(vehicle, getter), names))
+            records[field] = values if values else 0
+        lanes, routes = (_encode(map(getter, names)) for getter in (vehicle.getLaneID, vehicle.getRouteID))
+        events = {"departed": _encode(simulation.getDepartedIDList()),
+                  "arrived": _encode(simulation.getArrivedIDList()),
+                  "colliding": _encode(simulation.getCollidingVehiclesIDList())}
+        events.update({name: int(float(simulation.getParameter("", name))) for name in COUNTERS})
+        return _encode(names), records, lanes, routes, events
+
+    def routes_of(self, names):
+        """Edges (bytes) of each vehicle's route; [] where SUMO knows no such vehicle."""
+        return [self._route_of(name.decode()) for name in names]
+
+    def _route_of(self, name):
+        try:
+            return _encode(self.client.vehicle.getRoute(name))
+        except self.client.TraCIException:
+            return []
+
+    def time(self):
+        """Simulated time, s."""
+        return self.client.simulation.getTime()
+
+    def road_lanes(self):
+        """See env.sumo.Sumo.road_lanes."""
+        lane = self.client.lane
+        return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
+
+
+def _encode(names):
+    return [name.encode() for name in names]
+
+
+def _library():
+    os.environ["SUMO_HOME"] = str(sumo_home())
+    try:
+        import libsumo
+    except ImportError:
+        raise SumoError("env.backend=libsumo needs the package libsumo: pip install 'libsumo==1.28.*'") from None
+    return libsumo

@@ -1,0 +1,147 @@
+"""Where a rollout waits until it has been learned from: float16, without padding, in memory or spilled to a file."""
+import mmap
+import os
+import tempfile
+
+import numpy as np
+import torch
+
+STEP = 1 << 20  # bytes by which a table grows at least
+
+
+class SpillError(Exception):
+    """The disk is full; the message names the folder and what was to be written there."""
+
+
+class Rows:
+    """A table [n, ...] that grows at its end without being copied: in memory, or in a file once `spill` was called."""
+
+    def __init__(self, shape, dtype):
+        self.shape, self.dtype, self.used, self.file = shape, np.dtype(dtype), 0, None
+        self.width = int(np.prod(shape, dtype=int)) * self.dtype.itemsize  # bytes of a row
+        self.map = mmap.mmap(-1, STEP, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    @property
+    def bytes(self):
+        return self.used * self.width
+
+    def append(self, rows):
+        """Copy `rows` [m, ...] to the end; returns the number of the first."""
+        begin, self.used = self.used, self.used + len(rows)
+        if self.bytes > len(self.map):
+            self._grow(max(self.bytes + STEP, len(self.map) * 3 // 2))
+        self.array()[begin:] = rows
+        return begin
+
+    def array(self):
+        """What was appended, as a view; drop it before appending more."""
+        return np.frombuffer(self.map, self.dtype, self.bytes // self.dtype.itemsize).reshape(self.used, *self.shape)
+
+    def spill(self, folder):
+        """Move to a file in `folder` that has no name, so that nothing is left of it however this process ends."""
+        self.file, memory = tempfile.TemporaryFile(dir=folder), self.map
+        self._reserve(len(memory), folder)
+        self.map, self.folder = mmap.mmap(self.file.fileno(), len(memory)), folder
+        np.frombuffer(self.map, np.uint8)[:] = np.frombuffer(memory, np.uint8)
+
+    def _grow(self, size):
+        if self.file is not None:
+            self._reserve(size, self.folder)
+        self.map.resize(size)  # moves pages, not bytes
+
+    def _reserve(self, size, folder):
+        """Claim the blocks now: writing to a map of a full disk would kill the process without a word."""
+        try:
+            os.posix_fallocate(self.file.fileno(), 0, size)
+        except OSError as error:
+            raise SpillError(f"{folder}: no room to spill a rollout (a table of {size >> 20} MB): {error.strerror}; "
+                             "free some space, or raise or switch off phase2.spill_mb") from None
+
+
+class Rollout:
+    """T control steps of E environments.
+
+    `put` keeps what every step has once, [T, E, ...]; `append` what it has once per candidate or vehicle, in tables
+    without padding. Beyond `spill_mb` MB (0 = never) the tables move to files in `folder`. Afterwards
+    `rollout["reward"]` is a tensor [T, E, ...]; a table comes padded with zeros to the most rows of a step.
+    """
+
+    def __init__(self, steps, envs, folder=None, spill_mb=0):
+        self.steps, self.envs, self.folder, self.limit = steps, envs, folder, spill_mb * 2 ** 20
+        self.fixed, self.tables, self.begin, self.count, self.spilled = {}, {}, {}, {}, False
+
+    def put(self, t, envs, values):
+        """{name: array [len(envs), ...]} of control step t."""
+        for name, value in values.items():
+            if name not in self.fixed:
+                self.fixed[name] = np.zeros((self.steps, self.envs, *value.shape[1:]), value.dtype)
+            self.fixed[name][t, envs] = value
+
+    def append(self, t, envs, values, counts):
+        """{name: array [len(envs), most, ...]} of control step t, of which environment i has the first counts[i]."""
+        kept = np.arange(counts.max()) < counts[:, None]
+        for name, value in values.items():
+            if name not in self.tables:
+                self._new_table(name, value)
+            first = self.tables[name].append(value[:, :kept.shape[1]][kept])
+            self.begin[name][t, envs] = first + counts.cumsum() - counts
+            self.count[name][t, envs] = counts
+        if self.limit and not self.spilled and sum(table.bytes for table in self.tables.values()) > self.limit:
+            self._spill()
+
+    def _new_table(self, name, value):
+        table = self.tables[name] = Rows(value.shape[2:], value.dtype)
+        table.append(np.zeros((1, *value.shape[2:]), value.dtype))  # row 0 is nobody's: what padding reads
+        self.begin[name] = np.full((self.steps, self.envs), -1)
+        self.count[name] = np.zeros((self.steps, self.envs), int)
+        if self.spilled:
+            table.spill(self.folder)
+
+    def _spill(self):
+        self.spilled = True
+        for table in self.tables.values():
+            table.spill(self.folder)
+
+    def __getitem__(self, name):
+        if name in self.fixed:
+            return torch.from_numpy(self.fixed[name])
+        kept = self.begin[name][:, 0] >= 0  # some things are kept at some control steps only
+        rows = row_numbers(self.begin[name][kept].ravel(), self.count[name][kept].ravel())
+        return torch.from_numpy(self.tables[name].array()[rows]).unflatten(0, (-1, self.envs))
+
+    def dense(self):
+        """{name: tensor [T, E, ...]} of everything, padded (phase 3, whose sequences are cut from it)."""
+        return {name: self[name] for name in (*self.fixed, *self.tables)}
+
+
+def row_numbers(begin, count):
+    """[S, most]: the numbers begin[s], begin[s] + 1, ... of count[s] rows, then 0, which is nobody's row."""
+    place = np.arange(max(count.max(initial=0), 1))
+    return np.where(place < count[:, None], begin[:, None] + place, 0)
+
+
+class Minibatches:
+    """Minibatches from a finished Rollout. They live on the learner's device, or, when spilled, on the disk.
+
+    Candidates are not padded: those of all control steps of a minibatch follow each other as rows, and `place` [B, C]
+    says which row is the c-th candidate of step b, 0 = none. So a minibatch drawn at random from the whole rollout,
+    as PPO wants it, costs what its own candidates cost, however many there were in the most crowded step; sorting
+    steps by size would keep padding small too, but minibatches would then differ in what traffic they hold.
+    """
+
+    def __init__(self, rollout, names, device):
+        home = "cpu" if rollout.spilled else device
+        self.device, self.fixed = device, {name: rollout[name].flatten(0, 1).to(home) for name in names}
+        self.table = torch.from_numpy(rollout.tables["candidates"].array()).to(home)
+        self.begin, self.count = (x["candidates"].ravel() for x in (rollout.begin, rollout.count))
+
+    def __call__(self, steps):
+        """The control steps t * E + env of an array, possibly none, as {name: tensor} on the learner's device."""
+        rows = row_numbers(self.begin[steps], self.count[steps])
+        there = rows > 0
+        place = np.where(there, there.cumsum().reshape(there.shape), 0)
+        home = self.table.device
+        index, picked = (torch.from_numpy(x).to(home) for x in (steps, np.append(0, rows[there])))
+        batch = {name: value[index] for name, value in self.fixed.items()}
+        batch.update(candidates=self.table[picked], place=torch.from_numpy(place))
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,244 @@
+"""env/baselines.py: every rule against the same equation written for one vehicle, its numbers, its memory, and K."""
+import math
+
+import numpy as np
+import pytest
+
+from configs import load_config
+from configs.schema import BASELINES as NAMES
+from configs.schema import Config
+from env import baselines
+from env.baselines import BASELINES, PISaturation, make_baseline, mean_speed_ahead
+from env.graph import GLOBAL, NODE, SURROUND
+from env.spaces import KEEP, LEFT
+from evaluate import BaselineController
+
+from helpers import episode
+
+N = 40
+
+
+def traffic(seed, n=N):
+    """A made-up observation, float16 as in the shared memory of the workers: columns that the rules read are drawn,
+    the others are 0."""
+    rng = np.random.default_rng(seed)
+    o = {"nodes": np.zeros((n, len(NODE)), np.float16), "surround": np.zeros((n, len(SURROUND)), np.float16),
+         "globals": np.zeros(len(GLOBAL), np.float16), "mask": rng.random(n) < 0.8, "fresh": np.zeros(n, bool)}
+    o["icv"] = o["mask"] & (rng.random(n) < 0.6)
+    columns = {"speed": rng.uniform(0, 30, n), "position": rng.random(n), "lane": rng.integers(0, 3, n)}
+    for name, values in columns.items():
+        o["nodes"][:, NODE.index(name)] = values * o["mask"]
+    near = {"lead_gap": rng.uniform(0, 80, n), "lead_speed": rng.uniform(0, 40, n), "has_left": rng.random(n) < 0.5,
+            "merge_distance": rng.uniform(0, 500, n), "merge_vehicles": rng.integers(0, 6, n)}
+    for name, values in near.items():
+        o["surround"][:, SURROUND.index(name)] = values
+    o["globals"][GLOBAL.index("mean_speed")] = o["nodes"][o["mask"], NODE.index("speed")].mean()
+    return o
+
+
+def column(o, name):
+    return (o["nodes"][:, NODE.index(name)] if name in NODE else o["surround"][:, SURROUND.index(name)]).tolist()
+
+
+def sent(commands, n=N):
+    """{slot: (acceleration, lane)} of what a rule returns."""
+    slot, accel, lane, brake = commands
+    assert not brake.any() and len(slot) == len(accel) == len(lane) == len(brake)
+    return {int(s): (float(a), int(w)) for s, a, w in zip(slot, accel, lane) if s < n}
+
+
+def rule(name, *overrides):
+    cfg = load_config("configs/default.yaml", overrides)
+    return make_baseline(name, cfg)
+
+
+def test_names_are_those_of_the_configuration():
+    assert tuple(BASELINES) == NAMES
+
+
+# ---- car following ----------------------------------------------------------------------------------------------
+
+def test_idm_against_the_equation_for_one_vehicle():
+    for seed in range(5):
+        o, expected = traffic(seed), {}
+        for i, (v, gap, lead) in enumerate(zip(column(o, "speed"), column(o, "lead_gap"), column(o, "lead_speed"))):
+            wanted = 2 + max(0.0, v * 1 + v * (v - lead) / (2 * math.sqrt(1 * 1.5)))
+            accel = 1 * (1 - (v / 30) ** 4 - (wanted / max(gap, 0.1)) ** 2)
+            if o["icv"][i]:
+                expected[i] = (pytest.approx(min(max(accel, -3), 2), abs=1e-4), KEEP)
+        assert sent(rule("idm")(o, N, None)) == expected
+
+
+def test_idm_stands_still_at_equilibrium_and_its_numbers_count():
+    """Closed form: at speed v behind a leader of that speed, (s0 + v T) / sqrt(1 - (v / v0)^4) is the gap of rest."""
+    numbers = {"desired_speed": 24.0, "headway": 1.4, "accel": 0.7, "decel": 1.1, "exponent": 2.0, "min_gap_m": 3.0}
+    follow = rule("idm", *(f"baselines.idm.{key}={value}" for key, value in numbers.items()))
+    o, v = traffic(0), 12.0
+    o["nodes"][:, NODE.index("speed")] = o["surround"][:, SURROUND.index("lead_speed")] = v
+    o["surround"][:, SURROUND.index("lead_gap")] = (3 + v * 1.4) / math.sqrt(1 - (v / 24) ** 2)
+    commands = sent(follow(o, N, None))
+    assert len(commands) == o["icv"].sum() and all(abs(a) < 1e-3 for a, _ in commands.values())
+    o["nodes"][:, NODE.index("speed")], o["surround"][:, SURROUND.index("lead_gap")] = 0.0, 6e4
+    o["surround"][:, SURROUND.index("lead_speed")] = 0.0
+    assert all(a == pytest.approx(0.7) for a, _ in sent(follow(o, N, None)).values())
+
+
+def test_follower_stopper_keeps_at_least_its_floor():
+    o = traffic(3)
+    o["nodes"][:, NODE.index("speed")] = o["surround"][:, SURROUND.index("lead_speed")] = 12.0
+    o["surround"][:, SURROUND.index("lead_gap")] = 100.0
+    o["globals"][GLOBAL.index("mean_speed")] = 4.0
+    assert sent(rule("follower_stopper")(o, N, None)) == {}  # nobody is faster than 15 m/s
+    slower = sent(rule("follower_stopper", "baselines.follower_stopper.floor=10.5")(o, N, None))
+    assert set(slower) == set(np.flatnonzero(o["icv"])) and set(slower.values()) == {(-1.5, KEEP)}
+
+
+def test_the_k_strongest_brakings_are_sent():
+    o = traffic(1)
+    for name in ("idm", "follower_stopper", "pi_saturation"):
+        everybody = sent(rule(name)(o, N, None))
+        order = sorted(everybody.values())
+        few = rule(name)(o, 4, None)
+        assert sorted(sent(few).values()) == order[:4] and few[0].tolist() == list(sent(few))
+        assert len(sent(rule(name)(o, 1000, None))) == len(everybody) >= 8
+
+
+# ---- PI with saturation -----------------------------------------------------------------------------------------
+
+class OneVehicle:
+    """The controller for a single vehicle, with Python lists."""
+
+    def __init__(self, length):
+        self.length, self.speeds, self.command = length, [], None
+
+    def accel(self, v, gap, lead, interval):
+        self.speeds = [*self.speeds, v][-self.length:]
+        target = sum(self.speeds) / len(self.speeds) + 1.0 * min(max((gap - 7) / (30 - 7), 0), 1)
+        alpha = min(max((gap - max(2 * (lead - v), 4)) / 2, 0), 1)
+        beta = 1 - 0.5 * alpha
+        before = v if self.command is None else self.command
+        self.command = beta * (alpha * target + (1 - alpha) * lead) + (1 - beta) * before
+        return min(max((self.command - v) / interval, -3), 2)
+
+
+@pytest.mark.parametrize("interval, length", [(1.0, 38), (0.5, 76), (10.0, 4)])
+def test_pi_saturation_against_one_vehicle_at_a_time(interval, length):
+    """100 steps in which vehicles leave and others take their slots: a newcomer starts without a memory."""
+    act, singles = rule("pi_saturation", f"env.control_interval={interval}", "phase2.fragment_length=10",
+                        "env.horizon_s=2000"), {}
+    rng = np.random.default_rng(5)
+    for step in range(100):
+        o = traffic(step)
+        o["mask"][:], o["icv"][:] = True, True
+        o["fresh"][:] = (rng.random(N) < 0.02) | (step == 0)
+        expected = {}
+        for i, (v, gap, lead) in enumerate(zip(column(o, "speed"), column(o, "lead_gap"), column(o, "lead_speed"))):
+            if o["fresh"][i]:
+                singles[i] = OneVehicle(length)
+            expected[i] = (pytest.approx(singles[i].accel(v, gap, lead, interval), abs=1e-4), KEEP)
+        assert sent(act(o, N, None)) == expected
+    assert len(singles[0].speeds) > 0
+
+
+def test_pi_saturation_with_a_wide_gap_settles_at_its_own_mean_speed_plus_the_catch_up():
+    """Closed form: alpha = 1 and beta = 1/2; at constant speed the command converges to v + catch_up."""
+    act, o = PISaturation(1.0, 38.0, 7.0, 30.0, 1.5, 2.0, 4.0, 2.0), traffic(2)
+    o["nodes"][:, NODE.index("speed")] = o["surround"][:, SURROUND.index("lead_speed")] = 10.0
+    o["surround"][:, SURROUND.index("lead_gap")] = 100.0
+    accels = []
+    for step in range(12):
+        o["fresh"][:] = step == 0
+        accels.append([a for a, _ in sent(act(o, N, None)).values()])
+    assert set(accels[0]) == {0.75} and set(accels[1]) == {1.125} and len(accels[0]) > 8
+    assert accels[-1] == pytest.approx([1.5] * len(accels[0]), abs=1e-3)
+
+
+def test_every_environment_has_a_memory_of_its_own():
+    cfg = Config()
+    cfg.env.max_vehicles = cfg.env.max_commands = N
+
+    def wanted(envs):
+        """Accelerations by environment: each sees its own traffic, in turn with the others."""
+        controller, out = BaselineController(cfg, "pi_saturation"), {env: [] for env in envs}
+        for env in envs:
+            controller.begin(env, 1)
+        for step in range(4):
+            for env in envs:
+                o = traffic(10 * env + step)
+                o["icv"][:], o["fresh"][:] = True, step == 0
+                out[env].append(controller.act(o, env)["wanted"].tolist())
+        return out
+    assert wanted([0, 1]) == {**wanted([0]), **wanted([1])}
+
+
+# ---- advice -----------------------------------------------------------------------------------------------------
+
+def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel):
+    """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
+    out = []
+    for i in np.flatnonzero(o["icv"]):
+        near, v = dict(zip(SURROUND, o["surround"][i].tolist())), column(o, "speed")[i]
+        here = column(o, "position")[i]
+        front = [column(o, "speed")[j] for j in np.flatnonzero(o["mask"])
+                 if here < column(o, "position")[j] <= here + ahead]
+        mean = sum(front) / len(front) if front else math.inf
+        moves = (near["has_left"] and column(o, "lane")[i] == 0 and near["merge_distance"] < reach
+                 and near["merge_vehicles"] >= vehicles)
+        slows = gain > 0 and v > mean + margin and mean < below
+        wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
+        if moves or slows:
+            out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
+    return sorted(out)
+
+
+@pytest.mark.parametrize("name, numbers", [("lane_advice", (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1)),
+                                           ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1))])
+@pytest.mark.parametrize("k", [3, N])
+def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
+    moved = slowed = 0
+    for seed in range(8):
+        o = traffic(seed)
+        expected = advised(o, *numbers)[:k]
+        slot, accel, lane, _ = rule(name)(o, k, None)
+        assert slot[slot < N].tolist() == [i for _, i, _, _ in expected]
+        for (_, _, wanted, moves), a, side in zip(expected, accel, lane):
+            assert side == (LEFT if moves else KEEP)
+            assert np.isnan(a) if wanted is None else a == pytest.approx(wanted, abs=1e-3)
+            moved, slowed = moved + moves, slowed + (wanted is not None)
+    assert moved > 4 and (slowed > 0) == (name == "speed_advice")
+
+
+def test_mean_speed_ahead_of_nobody_is_not_a_number():
+    o = traffic(0)
+    o["mask"][:] = False
+    o["mask"][[3, 7, 9]] = True
+    o["nodes"][:, NODE.index("position")] = np.linspace(0.9, 0.1, N)
+    o["nodes"][:, NODE.index("speed")] = np.arange(N)
+    mean = mean_speed_ahead(o, 0.05)
+    assert np.isnan(mean[3]) and (mean[9], np.isnan(mean[7])) == (7, True)
+    assert mean_speed_ahead(o, 0.2)[9] == 5.0  # slots 3 and 7
+
+
+# ---- on real traffic --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("scenario, name", [("merge", "idm"), ("bottleneck", "pi_saturation"),
+                                            ("figure_eight", "idm"), ("ring", "pi_saturation")])
+def test_every_icv_can_be_commanded_at_once(make, scenario, name):
+    """K = env.max_vehicles: all ICVs."""
+    env, commanded = make(scenario=scenario, icv_share=0.5, max_commands=200), 0
+    act = make_baseline(name, env.cfg)
+
+    def command(observation):
+        nonlocal commanded
+        commands = act(observation, 200, None)
+        assert sorted(sent(commands, 200)) == np.flatnonzero(observation["icv"]).tolist()
+        commanded += observation["icv"].sum()
+        return commands
+    info = episode(env, 1, 60, command)[-1][2]
+    assert env.totals.commands == commanded > 150 and info["teleports"] == 0
+
+
+def test_wrong_numbers_of_a_controller_are_refused():
+    with pytest.raises(Exception, match="baselines.idm.headwax"):
+        load_config("configs/default.yaml", ["baselines.idm.headwax=1"])
+    assert baselines.make_baseline("none", Config())(traffic(0), 3, None)[0].tolist() == [N] * 3

@@ -1,0 +1,116 @@
+"""SIGKILL while collecting and preprocessing: the same command goes on and ends with the same files.
+
+Preprocessing dies at the n-th of all its file operations, collecting when so many of its files have appeared.
+"""
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data_sets import SAMPLES, config, graphs, hashes, silent
+
+from data.collect import collect
+from data.preprocess import preprocess
+
+ROOT = Path(__file__).resolve().parent.parent
+OPERATIONS = ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "unlink"), (np.memmap, "flush"))
+
+
+def preprocess_and_die(cfg, moment):
+    """Run in a forked process: SIGKILL instead of the `moment`-th file operation; 0 only counts, into the exit code."""
+    done = 0
+
+    def deadly(real):
+        def operation(*args, **kwargs):
+            nonlocal done
+            done += 1
+            if done == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        return operation
+    for owner, name in OPERATIONS:
+        setattr(owner, name, deadly(getattr(owner, name)))
+    preprocess(cfg, silent)
+    os._exit(min(done, 255))
+
+
+def killed_at(cfg, moment):
+    process = multiprocessing.get_context("fork").Process(target=preprocess_and_die, args=(cfg, moment))
+    process.start()
+    process.join(120)
+    return process.exitcode
+
+
+def remove_graphs(folder):
+    for path in sorted((folder / "processed").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("storage", ["float16", "int8"])
+def test_preprocessing_survives_a_kill_at_any_file_operation(raw, storage):
+    cfg = config(raw, f"data.storage={storage}")
+    (raw / "processed").mkdir()
+    operations = killed_at(cfg, 0)
+    expected = hashes(graphs(raw))
+    assert operations > 50 and len(expected) >= 9
+    for moment in sorted({1, 2, 3, operations // 5, operations // 3, operations // 2, operations - 9, operations - 5,
+                          operations - 3, operations - 2, operations - 1, operations}):
+        remove_graphs(raw)
+        assert killed_at(cfg, moment) == -signal.SIGKILL
+        assert hashes(preprocess(cfg, silent)) == expected, f"killed at operation {moment} of {operations}"
+
+
+def test_preprocessing_survives_one_kill_after_the_other(raw):
+    """However short each life is, the work gets done."""
+    cfg = config(raw)
+    (raw / "processed").mkdir()
+    assert killed_at(cfg, 0) > 0
+    expected = hashes(graphs(raw))
+    remove_graphs(raw)
+    lives = 0
+    while killed_at(cfg, 25) == -signal.SIGKILL:
+        lives += 1
+        assert lives < 40
+    assert lives > 1 and hashes(graphs(raw)) == expected
+
+
+@pytest.mark.parametrize("files", [(1, 3, 6)])
+def test_collection_survives_kills(recorded, tmp_path, files):
+    """Killed in the middle of the first episodes, twice between others; workers and their SUMOs end with it."""
+    folder = tmp_path / "set"
+    words = [f"data.folder={folder}", f"data.samples={SAMPLES}", "data.samples_per_chunk=5", "data.processes=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLLECTION_TEST": str(folder)}
+    for count in files:
+        process = subprocess.Popen([sys.executable, "-m", "data.collect", "--config", "configs/smoke.yaml", *words],
+                                   cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 120
+        while len(list(folder.glob("raw/*.json"))) < count and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        if count == 1:
+            time.sleep(1.0)  # workers have started, their SUMOs too
+        process.kill()
+        assert process.wait() == -signal.SIGKILL and not (folder / "raw" / "metadata.json").exists()
+    assert gone(str(folder).encode())
+    (folder / "raw" / ".chunk_003_0.json.4711").write_text('{"episode": 3, "se')  # what a kill while writing leaves
+    collect(config(folder), silent)
+    assert hashes(folder / "raw") == hashes(recorded / "raw")
+
+
+def gone(mark):
+    """Whether, within some seconds, no process has `mark` in its environment any more."""
+    def living():
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if int(entry.name) != os.getpid() and mark in (entry / "environ").read_bytes():
+                    yield entry.name
+            except OSError:
+                continue
+    end = time.monotonic() + 10
+    while list(living()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not list(living())

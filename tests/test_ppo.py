@@ -1,0 +1,202 @@
+"""Phase 2's update: minibatches of several ranks, the loss on candidates without padding, reads of the device; and two
+learners against one, through the real command line."""
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_rl
+from configs import Config
+from models import objectives
+from models.losses import PPOLoss
+from runtime import checkpoint
+from runtime.distributed import Team
+from runtime.metrics import read_metrics
+from runtime.precision import HysteresisScaler, Precision
+from runtime.storage import Minibatches, Rollout
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+ALONE = Team(0, 1, 0, 1, CPU)
+T, E, K = 6, 4, 5
+UPDATES = 3 * (T * E // 8)
+
+
+def config():
+    cfg = Config()
+    cfg.phase2.minibatch_size, cfg.phase2.epochs, cfg.phase2.target_kl = 8, 3, 1e9
+    return cfg
+
+
+def rollout_of(controller, folder=None, spill_mb=0):
+    """A rollout of random numbers with 0 to 9 candidates a step."""
+    rng, rollout = np.random.default_rng(0), Rollout(T, E, folder, spill_mb)
+    for t in range(T):
+        many = rng.integers(0, 10, E)
+        many[0] = 9 if t == 0 else many[0]
+        picks = np.array([np.pad(rng.permutation(n)[:K], (0, K - min(n, K))) for n in many])
+        valid = np.arange(K) < many[:, None]
+        number = lambda *shape: rng.standard_normal((E, *shape)).astype(np.float32)  # noqa: E731
+        rollout.append(t, range(E), {"candidates": number(9, controller.features).astype(np.float16)}, many)
+        rollout.put(t, list(range(E)), {
+            "scene": number(controller.scene_features).astype(np.float16), "picks": picks, "pick_valid": valid,
+            "u": number(K), "lane": np.ones((E, K), int), "release": number(K) > 0, "log_prob": number(K) - 3,
+            **{name: number() for name in ("advantage", "return", "cost_return", "reward", "cost")}})
+    return rollout
+
+
+# ---- minibatches of all ranks ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("own", [[4], [2, 2], [1, 3], [1, 1, 1, 1]])
+def test_ranks_share_the_minibatches_that_one_learner_has(own):
+    """Every control step is in at most one minibatch, and in the same one however environments are spread."""
+    spans, cfg, seen = [], config(), []
+    for rank, envs in enumerate(own):
+        team = SimpleNamespace(rank=rank, gather=lambda _: own)
+        spans.append(train_rl.Span(envs, team))
+    alone = train_rl.Span(4, SimpleNamespace(rank=0, gather=lambda _: [4]))
+    for epoch in range(2):
+        expected = train_rl.epoch_rows(cfg, alone, T, 3, epoch)
+        parts = [train_rl.epoch_rows(cfg, span, T, 3, epoch) for span in spans]
+        assert [len(part) for part in parts] == [len(expected)] * len(own) == [3] * len(own)
+        for minibatch, rows in enumerate(expected):
+            steps = [divmod(int(row), span.own) for span, part in zip(spans, parts) for row in part[minibatch]]
+            firsts = [span.first for span, part in zip(spans, parts) for _ in part[minibatch]]
+            assert sorted((t, env + first) for (t, env), first in zip(steps, firsts)) == sorted(
+                divmod(int(row), 4) for row in rows)
+        seen.append(np.concatenate(expected).tolist())
+        assert sorted(seen[-1]) == list(range(T * 4))
+    assert seen[0] != seen[1]
+
+
+# ---- loss without padding ----------------------------------------------------------------------------------------
+
+def padded_loss(controller, rollout, steps, ppo, count):
+    """The same loss from padded candidates, term by term."""
+    flat = {name: rollout[name].flatten(0, 1)[steps] for name in (*rollout.fixed, "candidates")}
+    valid = torch.arange(9) < torch.from_numpy(rollout.count["candidates"].ravel()[steps])[:, None]
+    chosen = {"valid": flat["pick_valid"], **{name: flat[name] for name in ("picks", "u", "lane", "release")}}
+    scene = flat["scene"].float()
+    log_prob, entropy = controller.evaluate(flat["candidates"].float(), valid, scene, chosen)
+    policy, *_ = objectives.ppo_loss(log_prob, flat["log_prob"], flat["advantage"], chosen["valid"], ppo.clip, count)
+    return (policy + ppo.value_weight * controller.value.loss(scene, flat["return"], count)
+            + ppo.cost_value_weight * controller.cost_value.loss(scene, flat["cost_return"], count)
+            - ppo.entropy_weight * entropy.sum() / count)
+
+
+@pytest.mark.parametrize("steps", [range(T * E), [0], [7, 3, 21, 3]])
+def test_loss_without_padding_is_the_loss_with_padding(small, steps):
+    rollout, ppo, steps = rollout_of(small.controller), config().phase2, np.array(steps)
+    one, other = copy.deepcopy(small), copy.deepcopy(small)
+    batch = Minibatches(rollout, train_rl.LEARN, CPU)(steps)
+    loss, _ = PPOLoss(one, ppo)(batch, 5.0)
+    expected = padded_loss(other.controller, rollout, steps, ppo, 5.0)
+    torch.testing.assert_close(loss, expected)
+    loss.backward(), expected.backward()
+    for (name, ours), theirs in zip(one.controller.named_parameters(), other.controller.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_rank_without_a_step_of_a_minibatch_takes_part(small):
+    """Its gradients are zeros, not missing: the others wait for them."""
+    model = copy.deepcopy(small)
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    batch = Minibatches(rollout_of(model.controller), train_rl.LEARN, CPU)(np.array([], int))
+    loss, log = PPOLoss(model, config().phase2)(batch, 4.0)
+    loss.backward()
+    assert loss == 0 and not any(log.values())
+    assert all((p.grad == 0).all() for p in model.controller.parameters())
+
+
+# ---- update ------------------------------------------------------------------------------------------------------
+
+def update(small, scaling=False, **where):
+    """(log of an update on a rollout, weights afterwards, whether the rollout was spilled)."""
+    model, cfg = copy.deepcopy(small), config()
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    precision, rollout = Precision(cfg.phase2.amp, CPU), rollout_of(model.controller, **where)
+    precision.scaler = HysteresisScaler("cpu", cfg.phase2.amp, scaling)
+    progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
+                               optimizer=torch.optim.SGD(model.controller.parameters(), 1e-4))  # Adam reads its steps
+    log = train_rl.update(cfg, ALONE, train_rl.Span(E, ALONE), progress, PPOLoss(model, cfg.phase2), rollout, precision)
+    assert progress.counters["updates"] == UPDATES and log["kl"] > 0 and np.isfinite(list(log.values())).all()
+    return log, model.controller.state_dict(), rollout.spilled
+
+
+def test_spilling_changes_nothing(small, tmp_path):
+    (log, weights, spilled), (other_log, others, other_spilled) = update(small), update(small, folder=tmp_path,
+                                                                                        spill_mb=0.01)
+    assert not spilled and other_spilled and log == other_log
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is taken from a tensor: each time, a GPU would have to be waited for."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scaling", [False, True])
+def test_update_reads_the_device_once_per_optimiser_step(small, scaling):
+    """Losses, KL and norms stay there until an epoch is over. With loss scaling it was read four times a step."""
+    with Reads() as reads:
+        update(small, scaling)
+    assert UPDATES <= reads.count <= UPDATES + 8  # and the values' moments, once
+
+
+# ---- two learners ------------------------------------------------------------------------------------------------
+
+LR = 1e-4
+WORDS = ["--config", str(ROOT / "configs/smoke.yaml"), "run.threads=1", "rollout.num_workers=2",
+         "rollout.num_envs_per_worker=1", "env.horizon_s=25.0", "data.margin=0",
+         "phase1.augment.time_shift=0", "phase2.iterations=2", "phase2.checkpoint_every=1",
+         "phase2.epochs=2", "phase2.train_batch_size=100", "phase2.fragment_length=25", "phase2.minibatch_size=20",
+         f"phase2.lr={LR}"]
+LEARNED = 2 * 2 * 100 // 20
+
+
+def learn(folder, ranks):
+    """Phase 2 in `folder` with so many learners: (its metrics, its weights)."""
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *start, str(ROOT / "train_rl.py"), *WORDS], cwd=folder, env=environment,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    state = checkpoint.load(folder / "runs/smoke/phase2")
+    return read_metrics(folder / "runs/smoke/metrics.jsonl"), state["weights"]["model"]
+
+
+@pytest.fixture(scope="module")
+def learners(tmp_path_factory):
+    """One learner with two workers, and two learners with one worker each."""
+    return [learn(tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (1, 2)]
+
+
+def test_two_learners_see_the_same_traffic_and_command_the_same(learners):
+    """Seeds and sampled actions belong to the environment's number among all. Each rank once drew from a stream of its
+    own, and every learner's permutation was its own."""
+    (one, _), (two, _) = learners
+    for name in ("reward", "c_int", "released", "episodes", "env_steps", "updates", "return", "ocr", "shield_clips"):
+        assert two[0][name] == pytest.approx(one[0][name], rel=1e-6), name
+    assert one[0]["episodes"] == 4 and one[1]["updates"] == LEARNED and one[0]["c_int"] > 0
+
+
+def test_two_learners_learn_what_one_learns(learners):
+    """Same minibatches, advantages normalised over both, losses over the global count: the same weights apart from the
+    order of sums. The last biases of the scores have no gradient but rounding, which Adam blows up to full steps."""
+    (one, alone), (two, both) = learners
+    for name in ("loss", "loss_policy", "loss_value", "loss_cost_value", "entropy", "kl", "clip_share", "grad_norm"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-3, abs=1e-6), name
+    for name, value in alone.items():
+        if name not in ("controller.importance.4.bias", "controller.impact.4.bias"):
+            assert float((value.float() - both[name].float()).abs().max()) < 0.01 * LR * LEARNED, name
