@@ -9,8 +9,6 @@ and H control steps ahead with three rules, none of which drives backwards: "con
 its true leader along its route, with the parameters that fit other episodes of the first scene best.
 """
 import copy
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.prediction import (LEAD_GAP, LEAD_SPEED, calibration_error, constant_acceleration, errors, fit_idm, idm,
+                                   pool, roc_area)
+from benchmarks.report import finish
 from configs import ConfigError, load_config
 from configs.command_line import parse
-from env.baselines import BASELINES
-from env.graph import SURROUND, time_to_collision
+from env.baselines import make_baseline
+from env.graph import time_to_collision
 from env.launch import SumoError
 from env.traffic_env import make_env
 from evaluate import mean_ci, parse_seeds
@@ -32,13 +33,11 @@ from runtime import checkpoint
 from runtime.training import schema
 
 ROOT = Path(__file__).resolve().parent.parent
-SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,ring:1.0"
+SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"
 SEEDS, FIT_SEEDS = 1001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
 DENSE_GAP = 50.0               # m; who has a leader nearer than this is in dense traffic
-IDM_RANGES = {"v0": (15, 40), "T": (0.5, 2.5), "a": (0.3, 3), "b": (0.5, 6), "s0": (1, 5)}
 FIELDS = (*INPUTS, "fresh", "moved", "conflict")
 QUANTITIES = ("position_1", "speed_1", "position_H", "speed_H")
-LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")
 
 
 # ---- traffic -----------------------------------------------------------------------------------------------------
@@ -49,14 +48,14 @@ def record(cfg, scene, controller, seed, folder):
     cfg, (scenario, _, scale), frames = copy.deepcopy(cfg), scene.rpartition(":"), []
     cfg.env.scenario, cfg.env.demand_scale = scenario, cfg.env.demand_scale * float(scale)
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31  # as in data.collect
-    env, rng = make_env(cfg, folder), np.random.default_rng(seed)
+    env, rng, drive = make_env(cfg, folder), np.random.default_rng(seed), make_baseline(controller, cfg)
     try:
         observation, _ = env.reset(seed=seed)
         for _ in range(int(cfg.env.horizon_s / cfg.env.control_interval)):
             lead, slot = np.full(cfg.env.max_vehicles, -1), np.array([env.slots.slot_of[i] for i in env.ids], int)
             lead[slot] = np.append(slot, -1)[env.scene["lead"]]
             frames.append({"lead": lead, **{name: observation[name] for name in FIELDS}})
-            observation, *_ = env.command(*BASELINES[controller](observation, cfg.env.max_commands, rng))
+            observation, *_ = env.command(*drive(observation, cfg.env.max_commands, rng))
     finally:
         env.close()
     used = max(int(np.flatnonzero(f["mask"]).max(initial=0)) for f in frames) + 1
@@ -76,45 +75,6 @@ def with_truth(episode, interval, horizon):
     e["speed"], e["accel"] = speed, torch.where(e["fresh"], 0.0, change)
     e["dense"] = (e["lead"] >= 0) & (e["surround"][..., LEAD_GAP] < DENSE_GAP)
     return {name: x[:len(e["states"])] for name, x in e.items()}
-
-
-# ---- rules -------------------------------------------------------------------------------------------------------
-
-def constant_acceleration(speed, accel, interval, horizon):
-    """Displacement and speed [..., H, 2] at constant acceleration until the vehicle stands."""
-    t, speed, accel = interval * torch.arange(1, horizon + 1), speed[..., None], accel[..., None]
-    moving = torch.where(accel < 0, torch.minimum(t, speed / (-accel).clamp(min=1e-6)), t)
-    return torch.stack([speed * moving + accel * moving ** 2 / 2, (speed + accel * moving).clamp(min=0)], -1)
-
-
-def idm(episode, p, interval, horizon, parts=4):
-    """Displacement and speed [F, N, H, 2] by the Intelligent Driver Model, `parts` steps per control interval. Leaders
-    move by the same model; the end of a lane stands still; who has no leader drives freely."""
-    v, lead, gap = episode["speed"], episode["lead"], episode["surround"][..., LEAD_GAP]
-    follows, x, out = lead >= 0, torch.zeros_like(v), []
-    free = ~follows & (episode["surround"][..., LEAD_SPEED] > 0)
-    dt, at = interval / parts, lead.clamp(min=0)
-    for step in range(1, parts * horizon + 1):
-        lead_x, lead_v = (torch.where(follows, y.gather(1, at), 0.0) for y in (x, v))
-        wanted = p["s0"] + (v * p["T"] + v * (v - lead_v) / (2 * (p["a"] * p["b"]) ** 0.5)).clamp(min=0)
-        interaction = torch.where(free, 0.0, (wanted / (gap + lead_x - x).clamp(min=0.1)) ** 2)
-        accel = (p["a"] * (1 - (v / p["v0"]) ** 4 - interaction)).clamp(min=-9)
-        faster = (v + accel * dt).clamp(min=0)
-        x, v = x + (v + faster) / 2 * dt, faster
-        if step % parts == 0:
-            out.append(torch.stack([x, v], -1))
-    return torch.stack(out, 2)
-
-
-def fit_idm(episodes, interval, horizon, draws=300):
-    """IDM parameters with the smallest position error H steps ahead in dense traffic, by random search."""
-    rng, best = np.random.default_rng(0), (np.inf, None)
-    some = [{name: x[::10] for name, x in e.items()} for e in episodes]
-    for _ in range(draws):
-        p = {name: float(np.exp(rng.uniform(*np.log(limits)))) for name, limits in IDM_RANGES.items()}
-        error = pool([errors(idm(e, p, interval, horizon), e, e["dense"]) for e in some])["position_H"]
-        best = min(best, (error, p), key=lambda pair: pair[0])
-    return best[1]
 
 
 # ---- model -------------------------------------------------------------------------------------------------------
@@ -143,37 +103,6 @@ def predict(model, episode, chunk=32):
 
 
 # ---- comparison --------------------------------------------------------------------------------------------------
-
-def errors(predicted, episode, where):
-    """{quantity: (sum of squares, count)} over the valid targets inside `where` [F, N], after 1 and H control steps."""
-    out = {}
-    for label, h in (("1", 0), ("H", -1)):
-        keep = episode["valid"][..., h] & where
-        error = (predicted[..., h, :] - episode["states"][..., h, :])[keep].double()
-        for i, quantity in enumerate(("position", "speed")):
-            out[f"{quantity}_{label}"] = (float(error[:, i].square().sum()), int(keep.sum()))
-    return out
-
-
-def pool(parts):
-    """{quantity: root of the mean square over several episodes}."""
-    return {name: (sum(p[name][0] for p in parts) / max(sum(p[name][1] for p in parts), 1)) ** 0.5 for name in parts[0]}
-
-
-def roc_area(score, label):
-    """Area under the ROC curve (Mann-Whitney, ties count half); NaN when there is only one class."""
-    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
-    rank, positive = np.cumsum(counts) - (counts - 1) / 2, int(label.sum())
-    if not 0 < positive < len(label):
-        return float("nan")
-    return float((rank[inverse][label].sum() - positive * (positive + 1) / 2) / (positive * (len(label) - positive)))
-
-
-def calibration_error(probability, label, bins=10):
-    """Expected calibration error: mean distance of predicted and observed frequency over equally wide bins."""
-    which = np.minimum((probability * bins).astype(int), bins - 1)
-    return float(sum(abs(probability[which == b].sum() - label[which == b].sum()) for b in range(bins)) / len(label))
-
 
 def judge(episodes, predict_one):
     """Errors in dense traffic and of all vehicles, and the facts of the conflict score, of `predict_one(episode)` ->
@@ -220,7 +149,7 @@ def main():
         parser.add_argument("--episodes", type=int, default=3, help="held-out episodes of each scene")
         parser.add_argument("--json", default="world_model.json", help="where the result goes")
     options = parse(__doc__, add=add)
-    cfg, controllers, load = options.config, options.controllers.split(","), os.getloadavg()[0]
+    cfg, controllers = options.config, options.controllers.split(",")
     torch.set_num_threads(1)
     models = [train(options, seed) for seed in parse_seeds(options.seeds)]
     interval, horizon = cfg.env.control_interval, cfg.data.future
@@ -231,17 +160,17 @@ def main():
                 for i in range(options.episodes)]
     scenes = options.scenes.split(",")
     p = fit_idm(episodes(scenes[0], FIT_SEEDS), interval, horizon)
-    print(f"machine load {load:.1f}; IDM fitted to {scenes[0]}: {', '.join(f'{n}={x:.2f}' for n, x in p.items())}\n"
+    print(f"IDM fitted to {scenes[0]}: {', '.join(f'{n}={x:.2f}' for n, x in p.items())}\n"
           f"RMSE in dense traffic (leader nearer than {DENSE_GAP:g} m), m and m/s, 1 and H={horizon} steps ahead;"
           f" model: mean and 95 % interval of {len(models)} training seeds\n{'':28s}{'velocity':>10s}{'accel':>10s}"
           f"{'idm':>10s}{'model':>10s}{'':9s}{'vs simple':>12s}{'vs idm':>9s}")
-    result = {"idm": p, "load": load, "seeds": options.seeds, "controllers": controllers, "scenes": {}}
+    result = {"idm": p, "seeds": options.seeds, "controllers": controllers, "scenes": {}}
     for scene in scenes:
         held_out = episodes(scene, SEEDS)
         rows = {name: judge(held_out, rule) for name, rule in rules(p, interval, horizon).items()}
         own = [judge(held_out, lambda e, m=model: predict(m, e)) for model in models]
         result["scenes"][scene] = table(scene, rows, own)
-    Path(options.json).write_text(json.dumps(result, indent=1))
+    finish(options.json, **result)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the world model sees and is asked for, the memory it needs, and the rules and scores of its benchmark."""
+"""What the world model sees and is asked for, the memory it needs, and the rules and scores of its prediction."""
 import copy
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from scenes import close, scene
 
-from benchmarks import world_model as benchmark
+from benchmarks import prediction
 from models import objectives
 from models.losses import WorldModelLoss
 from models.presets import PRESETS
@@ -144,7 +144,7 @@ def test_constant_acceleration_stops_at_zero(speed, accel):
         x, v = x + (v + faster) / 2 * 0.001, faster
         if step % 1000 == 0:
             expected.append([x, v])
-    ours = benchmark.constant_acceleration(torch.tensor(speed), torch.tensor(accel), 1.0, 4)
+    ours = prediction.constant_acceleration(torch.tensor(speed), torch.tensor(accel), 1.0, 4)
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-3, atol=5e-3)
 
 
@@ -154,7 +154,7 @@ def test_idm_equals_one_vehicle_at_a_time():
     v, lead = torch.tensor([[12.0, 15, 10, 8, 25]]), torch.tensor([[1, 2, -1, -1, -1]])
     surround = torch.zeros(1, 5, 14)
     surround[0, :, 0], surround[0, :, 1] = torch.tensor([9.0, 14, 200, 12, 200]), torch.tensor([15.0, 10, 40, 0, 40])
-    ours = benchmark.idm({"speed": v, "lead": lead, "surround": surround}, p, 1.0, 3, parts=4)
+    ours = prediction.idm({"speed": v, "lead": lead, "surround": surround}, p, 1.0, 3, parts=4)
     x, speed = [0.0] * 5, v[0].tolist()
     for step in range(1, 13):
         accel = []
@@ -184,9 +184,9 @@ def test_fit_finds_the_parameters_that_made_the_data():
     e = {"speed": 5 + 15 * torch.rand(400, 2, generator=g), "lead": torch.tensor([[1, -1]]).expand(400, -1),
          "surround": surround, "valid": torch.ones(400, 2, 5, dtype=torch.bool),
          "dense": torch.tensor([[True, False]]).expand(400, -1)}
-    e["states"] = benchmark.idm(e, true, 1.0, 5)
-    error = [benchmark.pool([benchmark.errors(benchmark.idm(e, p, 1.0, 5), e, e["dense"])])["position_H"]
-             for p in (benchmark.fit_idm([e], 1.0, 5), textbook)]
+    e["states"] = prediction.idm(e, true, 1.0, 5)
+    error = [prediction.pool([prediction.errors(prediction.idm(e, p, 1.0, 5), e, e["dense"])])["position_H"]
+             for p in (prediction.fit_idm([e], 1.0, 5), textbook)]
     assert error[0] < 0.3 * error[1]
 
 
@@ -196,17 +196,17 @@ def test_roc_area_is_the_share_of_ordered_pairs():
     rng = np.random.default_rng(0)
     score, label = rng.integers(0, 6, 60) / 6, rng.random(60) < 0.3  # many ties
     pairs = [(s > t) + 0.5 * (s == t) for s in score[label] for t in score[~label]]
-    assert benchmark.roc_area(score, label) == pytest.approx(np.mean(pairs))
-    assert benchmark.roc_area(label.astype(float), label) == 1.0 and benchmark.roc_area(-score, label) == pytest.approx(
-        1 - np.mean(pairs))
-    assert math.isnan(benchmark.roc_area(score, np.zeros(60, bool)))
+    assert prediction.roc_area(score, label) == pytest.approx(np.mean(pairs))
+    assert prediction.roc_area(label.astype(float), label) == 1.0
+    assert prediction.roc_area(-score, label) == pytest.approx(1 - np.mean(pairs))
+    assert math.isnan(prediction.roc_area(score, np.zeros(60, bool)))
 
 
 def test_calibration_error_by_hand():
     """Nine times 0.05 with one hit, once 1.0 without: (|0.45 - 1| + |1 - 0|) / 10."""
     probability, label = np.array([0.05] * 9 + [1.0]), np.array([True] + [False] * 9)
-    assert benchmark.calibration_error(probability, label) == pytest.approx(0.155)
-    assert benchmark.calibration_error(np.array([0.25, 0.25, 0.25, 0.25]), np.array([1, 0, 0, 0], bool)) == 0
+    assert prediction.calibration_error(probability, label) == pytest.approx(0.155)
+    assert prediction.calibration_error(np.array([0.25, 0.25, 0.25, 0.25]), np.array([1, 0, 0, 0], bool)) == 0
 
 
 def test_errors_count_valid_targets_of_the_asked_vehicles():
@@ -217,6 +217,6 @@ def test_errors_count_valid_targets_of_the_asked_vehicles():
     predicted[1, 2] = 100.0
     where = torch.ones(2, 3, dtype=torch.bool)
     where[1, 2] = False
-    sums = benchmark.errors(predicted, e, where)
+    sums = prediction.errors(predicted, e, where)
     assert sums == {"position_1": (20.0, 5), "speed_1": (0.0, 5), "position_H": (0.0, 4), "speed_H": (36.0, 4)}
-    assert benchmark.pool([sums, sums]) == {"position_1": 2.0, "speed_1": 0.0, "position_H": 0.0, "speed_H": 3.0}
+    assert prediction.pool([sums, sums]) == {"position_1": 2.0, "speed_1": 0.0, "position_H": 0.0, "speed_H": 3.0}
