@@ -5,14 +5,11 @@
 Times one attention layer (forward and backward, one thread on CPU) on random graphs; the two ways alternate.
 """
 import argparse
-import json
-import os
-import statistics
 import time
-from pathlib import Path
 
 import torch
 
+from benchmarks.report import alternate, finish, load_line
 from models.presets import PRESETS
 from models.risk_gnn import RiskAttention
 
@@ -39,13 +36,12 @@ def seconds(layer, inputs, dense):
 
 
 def compare(sizes, vehicles, batch, repeat, device):
-    """{"dense", "gather"}: median milliseconds over alternating repeats after one warm-up of each."""
+    """{"dense", "gather"}: median milliseconds, after one warm-up of each."""
     layer = RiskAttention(sizes.gnn_width, sizes.gnn_heads, sizes.edge_width).to(device)
-    inputs, times = graph(batch, vehicles, sizes, device), {"dense": [], "gather": []}
-    for _ in range(repeat + 1):
-        for name in times:
-            times[name].append(seconds(layer, inputs, name == "dense"))
-    return {name: 1000 * statistics.median(values[1:]) for name, values in times.items()}
+    inputs = graph(batch, vehicles, sizes, device)
+    ways = {name: lambda dense=name == "dense": seconds(layer, inputs, dense) for name in ("dense", "gather")}
+    alternate(ways, 1)
+    return {name: 1000 * median for name, median in alternate(ways, repeat)[0].items()}
 
 
 def main():
@@ -58,16 +54,15 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    load, table = os.getloadavg()[0], []
-    for vehicles in VEHICLES:
-        result = compare(PRESETS[options.preset], vehicles, options.batch, options.repeat, options.device)
-        table.append({"vehicles": vehicles, **result})
-    print(f"{options.preset}, batch {options.batch}, {NEIGHBOURS} neighbours, {options.device}; machine load {load:.1f}"
-          f"; median of {options.repeat}, ms forward and backward of one layer")
-    print(f"{'vehicles':>9s}{'dense bias':>13s}{'gather':>10s}{'dense/gather':>14s}")
-    for row in table:
-        print(f"{row['vehicles']:9d}{row['dense']:13.2f}{row['gather']:10.2f}{row['dense'] / row['gather']:14.2f}")
-    Path(options.json).write_text(json.dumps({**vars(options), "load": load, "table": table}, indent=1))
+    table = []
+    print(f"{load_line(options.repeat)}; {options.preset}, batch {options.batch}, {NEIGHBOURS} neighbours, "
+          f"{options.device}; ms forward and backward of one layer\n{'vehicles':>9s}{'dense bias':>13s}{'gather':>10s}"
+          f"{'dense/gather':>14s}")
+    for n in VEHICLES:
+        row = compare(PRESETS[options.preset], n, options.batch, options.repeat, options.device)
+        print(f"{n:9d}{row['dense']:13.2f}{row['gather']:10.2f}{row['dense'] / row['gather']:14.2f}", flush=True)
+        table.append({"vehicles": n, **row})
+    finish(options.json, preset=options.preset, batch=options.batch, device=options.device, table=table)
 
 
 if __name__ == "__main__":

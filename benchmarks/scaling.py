@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss
 from models.policy import TrafficModel
@@ -73,20 +74,18 @@ def main():
     options = parser.parse_args()
     if options.measure:
         return measure(options.preset, options.samples, options.accumulation)
-    load, times = os.getloadavg()[0], {(a, r): [] for a in (1, 4) for r in (1, options.ranks)}
-    for _ in range(options.repeat):
-        for accumulation, ranks in times:
-            times[accumulation, ranks].append(run(ranks, options, accumulation))
-    print(f"{options.preset}, {options.samples} samples per rank and micro-batch; machine load {load:.1f}; median of "
-          f"{options.repeat} runs of {STEPS} steps")
-    print(f"{'accumulation':>13s}{'1 rank, ms':>12s}{f'{options.ranks} ranks, ms':>14s}{'efficiency':>12s}")
-    table = []
-    for accumulation in (1, 4):
-        one, many = (statistics.median(times[accumulation, r]) for r in (1, options.ranks))
-        table.append({"accumulation": accumulation, "one_rank_s": one, "ranks_s": many, "efficiency": one / many})
-        print(f"{accumulation:13d}{1000 * one:12.1f}{1000 * many:14.1f}{one / many:12.2f}")
-    Path(options.json).write_text(json.dumps({"load": load, "ranks": options.ranks, "preset": options.preset,
-                                              "samples": options.samples, "table": table}, indent=1))
+    ways = {(accumulation, ranks): lambda a=accumulation, r=ranks: run(r, options, a)
+            for accumulation in (1, 4) for ranks in (1, options.ranks)}
+    print(f"{load_line(options.repeat)}; {options.preset}, {options.samples} samples per rank and micro-batch, median "
+          f"of {STEPS} steps\n{'accumulation':>13s}{'1 rank, ms':>12s}{f'{options.ranks} ranks, ms':>14s}"
+          f"{'efficiency':>12s}")
+    medians, seconds = alternate(ways, options.repeat)
+    for a in (1, 4):
+        one, many = medians[a, 1], medians[a, options.ranks]
+        print(f"{a:13d}{1000 * one:12.1f}{1000 * many:14.1f}{one / many:12.2f}")
+    finish(options.json, preset=options.preset, samples=options.samples, ranks=options.ranks,
+           seconds={f"accumulation {a}, ranks {r}": values for (a, r), values in seconds.items()},
+           efficiency={a: medians[a, 1] / medians[a, options.ranks] for a in (1, 4)})
 
 
 if __name__ == "__main__":
