@@ -67,8 +67,18 @@ def interrupt(folder, run_name, phase, *words):
     return SimpleNamespace(returncode=process.returncode, stdout=log.read_text())
 
 
-def survivors():
-    """Command lines of the processes that these tests started and that still live."""
+def survivors(patience=20):
+    """Command lines of the processes that these tests started and that still live, `patience` seconds later.
+
+    Python's resource tracker ends by itself when its parent has ended, but a moment later.
+    """
+    end = time.monotonic() + patience
+    while (found := living()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def living():
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
