@@ -96,6 +96,7 @@ class ShieldConfig:
 @dataclass
 class DataConfig:
     folder: str = opt("datasets/corridor", "raw/ and processed/ go below it")
+    seed: int = opt(0, "seed of the recorded traffic, 0 = run.seed; others train on the same data set", low=0)
     scenarios: list[str] = opt(["same"], "built-in names or .sumocfg paths, in turn by episode; same = env.scenario")
     samples: int = opt(1000, "samples to collect", low=1)
     samples_per_episode: int = opt(50, "samples taken from one episode, evenly in time", low=1)

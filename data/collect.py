@@ -24,7 +24,7 @@ import numpy as np
 
 from configs import ConfigError
 from data.layout import (DataError, check_settings, file_hash, only_writer, raw_settings, read_json, scenarios,
-                         write_atomically)
+                         traffic_seed, write_atomically)
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
 from env.scenarios import build_scenario
@@ -51,7 +51,7 @@ def episode_plan(cfg):
     d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios(cfg)
     while left > 0:
         e = len(plan)
-        seed = 2_000_000 + cfg.run.seed * 100_003 + 7 * e  # far from the seeds of evaluation
+        seed = 2_000_000 + traffic_seed(cfg) * 100_003 + 7 * e  # far from the seeds of evaluation
         turn, scenario = divmod(e, len(names))
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]

@@ -24,7 +24,8 @@ VERSION = 3
 FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
 GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
-READING = ("folder", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb", "tmpfs")
+READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
+           "tmpfs")
 BUILDING = ("storage", "k_vary")
 
 
@@ -170,8 +171,13 @@ def raw_settings(cfg):
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
-    return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": sections, "driver": asdict(cfg.driver),
-            "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
+    return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
+            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def traffic_seed(cfg):
+    """What the recorded episodes derive from."""
+    return cfg.data.seed or cfg.run.seed
 
 
 def scenarios(cfg):
