@@ -172,7 +172,8 @@ def raw_settings(cfg):
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
     return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
-            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
+            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
+            "data": {**data, "scenarios": scenarios(cfg)}}
 
 
 def traffic_seed(cfg):
