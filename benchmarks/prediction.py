@@ -46,7 +46,7 @@ def fit_idm(episodes, interval, horizon, draws=300):
     some = [{name: x[::10] for name, x in e.items()} for e in episodes]
     for _ in range(draws):
         p = {name: float(np.exp(rng.uniform(*np.log(limits)))) for name, limits in IDM_RANGES.items()}
-        error = pool([errors(idm(e, p, interval, horizon), e, e["dense"]) for e in some])["position_H"]
+        error = pool([errors(idm(e, p, interval, horizon), e, e["dense"]) for e in some])[f"position_{horizon}"]
         best = min(best, (error, p), key=lambda pair: pair[0])
     return best[1]
 
@@ -54,13 +54,13 @@ def fit_idm(episodes, interval, horizon, draws=300):
 # ---- scores ------------------------------------------------------------------------------------------------------
 
 def errors(predicted, episode, where):
-    """{quantity: (sum of squares, count)} over the valid targets inside `where` [F, N], after 1 and H control steps."""
+    """{quantity_h: (sum of squares, count)} over the valid targets inside `where` [F, N], after h = 1 to H steps."""
     out = {}
-    for label, h in (("1", 0), ("H", -1)):
+    for h in range(predicted.shape[2]):
         keep = episode["valid"][..., h] & where
         error = (predicted[..., h, :] - episode["states"][..., h, :])[keep].double()
         for i, quantity in enumerate(("position", "speed")):
-            out[f"{quantity}_{label}"] = (float(error[:, i].square().sum()), int(keep.sum()))
+            out[f"{quantity}_{h + 1}"] = (float(error[:, i].square().sum()), int(keep.sum()))
     return out
 
 
@@ -82,3 +82,13 @@ def calibration_error(probability, label, bins=10):
     """Expected calibration error: mean distance of predicted and observed frequency over equally wide bins."""
     which = np.minimum((probability * bins).astype(int), bins - 1)
     return float(sum(abs(probability[which == b].sum() - label[which == b].sum()) for b in range(bins)) / len(label))
+
+
+def reliability(probability, label, edges=np.geomspace(1e-4, 1, 13)):
+    """[(mean probability, observed frequency, count)] of the predictions between neighbouring edges, which are spaced
+    by factors because conflicts are rare."""
+    which, points = np.digitize(probability, edges), []
+    for b in np.unique(which):
+        inside = which == b
+        points.append((float(probability[inside].mean()), float(label[inside].mean()), int(inside.sum())))
+    return points

@@ -1,12 +1,13 @@
 """Does the world model predict SUMO's traffic better than simple rules?
 
-    python -m benchmarks.world_model --config configs/quick.yaml --seeds 1-3 --json world_model.json
+    python -m benchmarks.world_model --config configs/world_model.yaml --seeds 1-3 --json wm.json --plot wm.png
 
-Trains phase 1 once per seed, each on traffic of its own (runs/<name>-seed<N>, <data.folder>-seed<N>; what is finished
-is not repeated). Then it follows held-out episodes of whole scenes, as the controller does, and compares predictions 1
-and H control steps ahead with three rules, none of which drives backwards: "constant velocity", "constant acceleration"
-(that of the last control interval), and IDM (Treiber et al. 2000) rolled forward for all vehicles at once, each behind
-its true leader along its route, with the parameters that fit other episodes of the first scene best.
+Trains phase 1 once per seed in runs/<name>-seed<N> (what is finished is not repeated). With `data.seed` set, all seeds
+share one data set and differ in first weights, order and augmentation only; otherwise each records traffic of its own
+in <data.folder>-seed<N>. Then it follows held-out episodes of whole scenes, as the controller does, and compares
+predictions 1 and H control steps ahead with three rules, none of which drives backwards: "constant velocity", "constant
+acceleration" (that of the last control interval), and IDM (Treiber et al. 2000) rolled forward for all vehicles at
+once, each behind its true leader along its route, with the parameters that fit other episodes of the first scene best.
 """
 import copy
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.prediction import (LEAD_GAP, LEAD_SPEED, calibration_error, constant_acceleration, errors, fit_idm, idm,
-                                   pool, roc_area)
+                                   pool, reliability, roc_area)
 from benchmarks.report import finish
 from configs import ConfigError, load_config
 from configs.command_line import parse
@@ -37,14 +38,13 @@ SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"
 SEEDS, FIT_SEEDS = 1001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
 DENSE_GAP = 50.0               # m; who has a leader nearer than this is in dense traffic
 FIELDS = (*INPUTS, "fresh", "moved", "conflict")
-QUANTITIES = ("position_1", "speed_1", "position_H", "speed_H")
 
 
 # ---- traffic -----------------------------------------------------------------------------------------------------
 
 def record(cfg, scene, controller, seed, folder):
-    """One episode of `scene` ("scenario:demand scale") as tensors [F, N, ...] of the observations, and `lead` [F, N]:
-    the slot of the leader, -1 = none."""
+    """One episode of `scene` ("scenario:demand scale") as tensors [F, N, ...] of the observations, and two of shape
+    [F, N]: `lead`, the slot of the leader (-1 = none), and `position` along the road, m."""
     cfg, (scenario, _, scale), frames = copy.deepcopy(cfg), scene.rpartition(":"), []
     cfg.env.scenario, cfg.env.demand_scale = scenario, cfg.env.demand_scale * float(scale)
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31  # as in data.collect
@@ -53,8 +53,9 @@ def record(cfg, scene, controller, seed, folder):
         observation, _ = env.reset(seed=seed)
         for _ in range(int(cfg.env.horizon_s / cfg.env.control_interval)):
             lead, slot = np.full(cfg.env.max_vehicles, -1), np.array([env.slots.slot_of[i] for i in env.ids], int)
-            lead[slot] = np.append(slot, -1)[env.scene["lead"]]
-            frames.append({"lead": lead, **{name: observation[name] for name in FIELDS}})
+            position, lead[slot] = np.zeros(len(lead), np.float32), np.append(slot, -1)[env.scene["lead"]]
+            position[slot] = env.scene["position"]
+            frames.append({"lead": lead, "position": position, **{name: observation[name] for name in FIELDS}})
             observation, *_ = env.command(*drive(observation, cfg.env.max_commands, rng))
     finally:
         env.close()
@@ -82,7 +83,8 @@ def with_truth(episode, interval, horizon):
 def train(options, seed):
     """Phase 1 with one seed (or what is left of it); returns its model."""
     cfg = options.config
-    own = [f"run.name={cfg.run.name}-seed{seed}", f"run.seed={seed}", f"data.folder={cfg.data.folder}-seed{seed}"]
+    own = [f"run.name={cfg.run.name}-seed{seed}", f"run.seed={seed}"]
+    own += [] if cfg.data.seed else [f"data.folder={cfg.data.folder}-seed{seed}"]
     command = [sys.executable, str(ROOT / "train_ddp.py"), "--phase", "1", "--config", options.config_file]
     subprocess.run([*command, *options.overrides, *own], check=True)
     cfg = load_config(options.config_file, [*options.overrides, *own])
@@ -105,15 +107,16 @@ def predict(model, episode, chunk=32):
 # ---- comparison --------------------------------------------------------------------------------------------------
 
 def judge(episodes, predict_one):
-    """Errors in dense traffic and of all vehicles, and the facts of the conflict score, of `predict_one(episode)` ->
-    (states, score of a conflict)."""
+    """(errors in dense traffic and of all vehicles, and facts of the conflict score; score and label of each vehicle
+    and frame) of `predict_one(episode)` -> (states, score of a conflict)."""
     results = [predict_one(e) for e in episodes]
     row = pool([errors(states, e, e["dense"]) for (states, _), e in zip(results, episodes)])
     every = pool([errors(states, e, e["mask"]) for (states, _), e in zip(results, episodes)])
     score, label = (np.concatenate([x[e["conflict_known"]].numpy() for x, e in zip(xs, episodes)])
                     for xs in ([score for _, score in results], [e["conflict"] for e in episodes]))
-    return {**row, **{f"all_{name}": value for name, value in every.items()}, "auc": roc_area(score, label),
-            "calibration_error": calibration_error(score, label), "conflict_rate": float(label.mean())}
+    row.update({f"all_{name}": value for name, value in every.items()}, auc=roc_area(score, label),
+               calibration_error=calibration_error(score, label), conflict_rate=float(label.mean()))
+    return row, (score, label)
 
 
 def rules(p, interval, horizon):
@@ -126,10 +129,14 @@ def rules(p, interval, horizon):
             "idm": rule(lambda e: idm(e, p, interval, horizon))}
 
 
-def table(scene, rows, models):
+def table(scene, rows, models, horizon):
     """Print one scene; returns its facts for the JSON file."""
-    facts = {"rules": rows, "model": {name: mean_ci([m[name] for m in models]) for name in models[0]}}
-    for name in QUANTITIES:
+    scores, labels = (np.concatenate(x) for x in zip(*(scored for _, scored in models)))
+    models = [row for row, _ in models]
+    facts = {"rules": {name: row for name, (row, _) in rows.items()}, "reliability": reliability(scores, labels),
+             "model": {name: mean_ci([m[name] for m in models]) for name in models[0]}, "seeds": models}
+    rows = facts["rules"]
+    for name in ("position_1", "speed_1", f"position_{horizon}", f"speed_{horizon}"):
         simple = min(rows["velocity"][name], rows["accel"][name])
         mean, spread = facts["model"][name]["mean"], facts["model"][name]["ci95"] or float("nan")
         print(f"{scene:16s}{name:12s}" + "".join(f"{rows[rule][name]:10.3f}" for rule in rows)
@@ -148,6 +155,7 @@ def main():
         parser.add_argument("--controllers", default="none", help="who drives the ICVs, in turn by episode")
         parser.add_argument("--episodes", type=int, default=3, help="held-out episodes of each scene")
         parser.add_argument("--json", default="world_model.json", help="where the result goes")
+        parser.add_argument("--plot", help="draw the result here, FILE.png; needs matplotlib")
     options = parse(__doc__, add=add)
     cfg, controllers = options.config, options.controllers.split(",")
     torch.set_num_threads(1)
@@ -164,13 +172,17 @@ def main():
           f"RMSE in dense traffic (leader nearer than {DENSE_GAP:g} m), m and m/s, 1 and H={horizon} steps ahead;"
           f" model: mean and 95 % interval of {len(models)} training seeds\n{'':28s}{'velocity':>10s}{'accel':>10s}"
           f"{'idm':>10s}{'model':>10s}{'':9s}{'vs simple':>12s}{'vs idm':>9s}")
-    result = {"idm": p, "seeds": options.seeds, "controllers": controllers, "scenes": {}}
+    result, shown = {"idm": p, "training_seeds": options.seeds, "controllers": controllers, "scenes": {}}, None
     for scene in scenes:
         held_out = episodes(scene, SEEDS)
         rows = {name: judge(held_out, rule) for name, rule in rules(p, interval, horizon).items()}
         own = [judge(held_out, lambda e, m=model: predict(m, e)) for model in models]
-        result["scenes"][scene] = table(scene, rows, own)
+        result["scenes"][scene] = table(scene, rows, own, horizon)
+        shown = shown or held_out[0]
     finish(options.json, **result)
+    if options.plot:
+        from benchmarks.prediction_plots import draw
+        draw(options.plot, result, interval, shown, predict(models[0], shown)[0])
     return 0
 
 

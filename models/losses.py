@@ -9,6 +9,8 @@ from torch import nn
 from models import objectives
 from models.risk_gnn import INPUTS
 
+CONFLICT_WEIGHT = 10.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
+
 
 class WorldModelLoss(nn.Module):
     """Phase 1. `stage` 1 trains the next state, 2 also the next H states and the conflict probability."""
@@ -37,8 +39,8 @@ def world_model_loss(world_model, memory, batch, count, stage=2):
         flow, risk = world_model.latents(memory)
         out["states"], out["conflict"] = world_model.predict_states(flow, speed), world_model.predict_conflict(risk)
         conflicts = objectives.within_horizon(batch["conflicts"], valid)
-        loss = loss + objectives.state_loss(out["states"], target, valid, count) + objectives.conflict_loss(
-            out["conflict"], *conflicts, count)
+        loss = loss + objectives.state_loss(out["states"], target, valid, count)
+        loss = loss + CONFLICT_WEIGHT * objectives.conflict_loss(out["conflict"], *conflicts, count)
     return loss, out
 
 

@@ -8,6 +8,7 @@ from models.presets import Normalizer, mlp
 NODE_FEATURES = 9
 SPEED = 2  # column of a node
 TTC = 2    # column of an edge
+URGENCY = 10.0  # s; times to collision are mostly long: unscaled, this input would hardly vary
 INPUTS = ("nodes", "surround", "edges", "neighbours", "mask")  # what `RiskGNN.forward` takes, in its order
 NODE_MEAN = [0.5, 0.5, 15.0, 0.0, 250.0, 0.5, 0.0, 0.0, 0.0]
 NODE_STD = [0.3, 1.0, 8.0, 5.0, 200.0, 0.3, 1.0, 1.0, 1.0]  # acceleration: clamped to +-5 when observed, then / 5
@@ -22,7 +23,7 @@ def edge_inputs(edges, lead_gap, lead_speed):
     gap, dv, ttc, thw = edges.float().unbind(-1)
     closeness = gap.sign() / (1 + gap.abs() / 5)
     leads = torch.exp(-(gap - lead_gap[..., None]).abs() - (dv - lead_speed[..., None]).abs())
-    return torch.stack([gap / 50, closeness, dv / 10, 1 / (ttc + 0.5), 1 / (thw + 0.3), thw / 5, leads], -1)
+    return torch.stack([gap / 50, closeness, dv / 10, URGENCY / (ttc + 0.5), 1 / (thw + 0.3), thw / 5, leads], -1)
 
 
 def surround_inputs(surround, speed):
@@ -35,7 +36,8 @@ def surround_inputs(surround, speed):
     dv = other - speed[..., None].float()
     closing = dv * dv.new_tensor([-1, -1, 1, -1, 1])  # columns 2 and 4 are behind
     ttc = gap.clamp(min=0) / closing.clamp(min=0.1)
-    pairs = torch.cat([gap / 50, 1 / (1 + gap.clamp(min=0) / 5), dv / 10, 1 / (ttc + 0.5)], -1)
+    urgency = (URGENCY / (ttc + 0.5)).clamp(max=5)
+    pairs = torch.cat([gap / 50, 1 / (1 + gap.clamp(min=0) / 5), dv / 10, urgency], -1)
     scale = pairs.new_tensor([1, 1, 250, 5])
     return torch.cat([pairs, surround[..., 10:].float() / scale], -1)
 

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models.presets import mlp
 
+RARE = -4.6  # first logit of a conflict, 1 %: learning the rate alone would saturate the latent (Lin et al. 2017, 4.1)
+
 
 class WorldModel(nn.Module):
     """LSTM over control steps (gates in float32 under autocast, vehicles as batch) and the decoders."""
@@ -24,6 +26,7 @@ class WorldModel(nn.Module):
         self.risk = nn.Linear(sizes.lstm_width, sizes.latent)
         self.states = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, 2 * horizon, final_gain=0.1)
         self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon + 1, final_gain=0.1)
+        nn.init.constant_(self.conflict[-1].bias, RARE)
         ahead = interval * torch.arange(1, horizon + 1)
         self.register_buffer("scale", torch.stack([ahead * 0.5, ahead * 0.5], -1), persistent=False)  # m and m/s
         self.register_buffer("ahead", ahead, persistent=False)
