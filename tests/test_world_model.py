@@ -88,6 +88,15 @@ def test_conflict_head_learns_steps_and_horizon(small):
     assert small.world_model.predict_conflict(risk).shape == (3, small.world_model.horizon + 1)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_untrained_model_calls_conflicts_rare(preset):
+    """It once began at one half; on the way to the rate, one in a hundred, the risk latent saturated."""
+    torch.manual_seed(0)
+    model = WorldModel(PRESETS[preset])
+    _, risk = model.latents(torch.randn(500, PRESETS[preset].lstm_width))
+    assert 0.005 < model.predict_conflict(risk).sigmoid().mean() < 0.02
+
+
 # ---- gradient checkpointing --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("preset", PRESETS)
