@@ -9,7 +9,7 @@ from torch import nn
 from models import objectives
 from models.risk_gnn import INPUTS
 
-CONFLICT_WEIGHT = 10.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
+CONFLICT_WEIGHT = 3.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
 
 
 class WorldModelLoss(nn.Module):

@@ -14,7 +14,7 @@ from models import objectives
 from models.losses import WorldModelLoss
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, edge_inputs, surround_inputs
-from models.world_model import WorldModel
+from models.world_model import CHANGE_SCALE, WorldModel
 
 HORIZON = 4
 
@@ -51,7 +51,7 @@ def test_every_input_reaches_the_prediction(small, name):
 
 
 def test_predictions_depend_on_the_present_and_on_the_past():
-    """Two ways lead to the decoders: the present step directly, and all steps through the memory."""
+    """Three ways lead to the decoders: the present step and its change directly, and all steps through the memory."""
     torch.manual_seed(0)
     model = WorldModel(PRESETS["small"])
     embedding, fresh = torch.randn(1, 3, 2, 64, requires_grad=True), torch.zeros(1, 3, 2, dtype=torch.bool)
@@ -59,10 +59,15 @@ def test_predictions_depend_on_the_present_and_on_the_past():
     memory[0, -1, 0].sum().backward()
     reach = embedding.grad[0].abs().sum(-1) > 0
     assert reach.tolist() == [[True, False]] * 3
+    fresh[0, 0], fresh[0, 2, 1] = True, True
     with torch.no_grad():
         for p in model.cells.parameters():
             p.zero_()
-        close(model.sequence(embedding, model.initial_state(1, 2), fresh), model.present(embedding))
+        memory = model.sequence(embedding, model.initial_state(1, 2), fresh) - model.present(embedding)
+        change = model.change(CHANGE_SCALE * (embedding[:, 1:] - embedding[:, :-1]))
+    close(memory[0, 0], torch.zeros(2, 96))  # nothing is known of a new vehicle's past
+    close(memory[0, 1:, 0], change[0, :, 0])
+    close(memory[0, 2, 1], torch.zeros(96))
 
 
 # ---- targets -----------------------------------------------------------------------------------------------------
