@@ -44,7 +44,7 @@ class WorldModel(nn.Module):
         return torch.zeros(*batch, len(self.cells) + 1, 2 * self.width, device=device)
 
     def step(self, embedding, state, fresh):
-        """One control step. embedding [..., D], state as `initial_state` gives it, fresh [...] (True forgets the state).
+        """One control step. embedding [..., D], state as by `initial_state`, fresh [...] (True forgets the state).
 
         Returns (memory [..., width], new state).
         """
@@ -57,7 +57,8 @@ class WorldModel(nn.Module):
                 new.append(torch.cat([h, c], -1))
                 x = h
             # What is seen now, and how it changes (accelerations above all), need no way through the gates.
-            change = (seen - state[:, -1, :seen.shape[1]]) * ~fresh.flatten()[:, None]
+            before = state[:, -1, :seen.shape[1]]
+            change = (seen - before) * before.any(-1, keepdim=True)  # none of whoever was not there
             x = x + self.present(seen) + self.change(CHANGE_SCALE * change)
             new.append(F.pad(seen, (0, 2 * self.width - seen.shape[1])))
             return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(new), -1)
