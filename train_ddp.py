@@ -31,17 +31,18 @@ from env.launch import SumoError
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models import objectives
-from models.losses import ConstrainedLoss, WorldModelLoss, prepare
+from models.losses import ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
 from models.policy import Driver, TrafficModel
+from runtime.batch_size import find_batch_size
 from runtime.checkpoint import CheckpointError
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.memory import tree_memory
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
-from runtime.training import (Progress, episode_facts, first_weights, learning_rate, mean_logs, rescale_values,
-                              run_folder, run_script, save_config, set_learning_rate, share_of_workers,
-                              to_device)
+from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, learning_rate, mean_logs,
+                              reduce_on_plateau, rescale_values, run_folder, run_script, save_config,
+                              set_learning_rate, share_of_workers, to_device)
 
 USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
 
@@ -93,6 +94,7 @@ def phase1(cfg, team, stop):
     model.freeze("controller", "safety_shield")
     model.to(team.device)
     team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
@@ -118,6 +120,7 @@ def phase1(cfg, team, stop):
             return
         facts = validate(cfg, team, module, held_out, stage)
         c["epoch"], c["samples"] = c["epoch"] + 1, 0
+        reduce_on_plateau(c, stage, facts["loss_held_out"], p)
         best = stage == 2 and facts["loss_held_out"] < c["best"]
         c["best"] = facts["loss_held_out"] if best else c["best"]
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
@@ -138,7 +141,8 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         if anywhere:
             leave_out(cfg, team, bad)
             bad = []
-        set_learning_rate(progress.optimizer, learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps))
+        rate = learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps)
+        set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
         micro_batches = [(w, share) for w in window]
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
@@ -166,7 +170,7 @@ def validate(cfg, team, module, held_out, stage):
         batch = prepare(to_device(samples, team.device), horizon)
         with torch.no_grad():
             loss, out = inner(batch, 1.0)
-        sums += errors(out, batch, cfg.env.control_interval, loss, stage).cpu()
+        sums += prediction_errors(out, batch, cfg.env.control_interval, loss, stage).cpu()
     *s, anywhere = team.all_sum([*sums.tolist(), len(bad)])
     if anywhere:
         leave_out(cfg, team, bad)
@@ -178,24 +182,6 @@ def validate(cfg, team, module, held_out, stage):
         facts.update(rmse_position_h=root(s[7], s[9]), rmse_position_h_cv=root(s[8], s[9]),
                      loss_conflict=s[11] / max(s[1], 1))
     return facts
-
-
-def errors(out, batch, interval, loss, stage):
-    """Sums for `validate`: loss, valid targets, squared errors of model and "constant velocity", conflicts."""
-    valid, target, speed = batch["target_valid"], batch["states"], batch["speed"]
-    square = lambda x, where: (x[where].double() ** 2).sum()  # noqa: E731
-    now, last = valid[..., 0], valid[..., -1]
-    steady = torch.stack([speed * interval, speed], -1)
-    result = [loss.double(), valid.sum(), *(square((out["next"] - target[..., 0, :])[..., i], now) for i in (0, 1)),
-              *(square((steady - target[..., 0, :])[..., i], now) for i in (0, 1)), now.sum()]
-    if stage == 2:
-        ahead = target.shape[-2] * interval
-        result += [square(out["states"][..., -1, 0] - target[..., -1, 0], last),
-                   square(speed * ahead - target[..., -1, 0], last), last.sum(), batch["conflicts"][valid].sum(),
-                   objectives.conflict_loss(out["conflict"], batch["conflicts"], valid, 1.0)]
-    else:
-        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum(), torch.zeros(())]
-    return torch.stack([torch.as_tensor(r, dtype=torch.float64).cpu() for r in result])
 
 
 def leave_out(cfg, team, bad):
@@ -218,6 +204,7 @@ def phase3(cfg, team, stop):
     model.freeze("risk_gnn")
     model.to(team.device)
     team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
@@ -331,13 +318,33 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
     return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}
 
 
+def add_options(parser):
+    parser.add_argument("--phase", type=int, choices=(1, 3), required=True)
+    parser.add_argument("--find-batch-size", type=float, metavar="GB", nargs="?", const=12.0,
+                        help="phase 1: try micro-batches against the memory (GB without a GPU), train nothing")
+
+
+def try_batches(cfg, team, budget_gb):
+    """Find phase1.batch_size for the second, larger stage."""
+    p, model = cfg.phase1, TrafficModel(cfg).to(team.device)
+    model.freeze("controller", "safety_shield")
+    optimizer, precision = torch.optim.AdamW(model.parameters()), Precision(p.amp, team.device, team.any)
+    module = wrap(WorldModelLoss(model, 2, p.checkpointing), team, cfg.ddp)
+    find_batch_size(cfg, team, lambda batch: optimiser_step(module, [(batch, 1e3)], optimizer, precision, p.clip_norm),
+                    budget_gb)
+
+
 @record
 def main():
-    options = parse(__doc__, add=lambda q: q.add_argument("--phase", type=int, choices=(1, 3), required=True))
+    options = parse(__doc__, add=add_options)
     cfg, stop = options.config, StopRequest()
+    if options.find_batch_size and options.phase != 1:
+        raise ConfigError("--find-batch-size works with --phase 1: the batches of phase 3 come from live SUMO")
     team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
+        if options.find_batch_size:
+            return try_batches(cfg, team, options.find_batch_size)
         {1: phase1, 3: phase3}[options.phase](cfg, team, stop)
     finally:
         team.close()

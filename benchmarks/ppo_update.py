@@ -21,6 +21,7 @@ from configs import Config
 from env.workers import make_pool
 from models.losses import PPOLoss, ppo_terms, stored_choice
 from models.policy import Driver, TrafficModel, bucket
+from models.risk_gnn import INPUTS
 from runtime.distributed import Team
 from runtime.precision import Precision
 from runtime.rollout import Collector
@@ -56,7 +57,7 @@ class AgainLoss(nn.Module):
 
     def forward(self, batch, count):
         with torch.no_grad():
-            embedding = self.model.risk_gnn(*(batch[name] for name in ("nodes", "edges", "neighbours", "mask")))
+            embedding = self.model.risk_gnn(*(batch[name] for name in INPUTS))
             memory, _ = self.model.world_model.step(embedding, batch["before"], batch["fresh"])
             seen = self.model.features(embedding, memory, *(batch[name] for name in ("nodes", "surround", "globals",
                                                                                      "mask", "icv")))

@@ -29,7 +29,7 @@ class GraphFeatures(nn.Module):
         with torch.no_grad():
             obs = self._unflatten(flat)
             mask = obs["mask"] > 0.5
-            x = self.gnn(obs["nodes"], obs["edges"], obs["neighbours"].round(), mask)
+            x = self.gnn(obs["nodes"], obs["surround"], obs["edges"], obs["neighbours"].round(), mask)
             mean = x.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
             top = x.masked_fill(~mask[..., None], -10).amax(1)
             return torch.cat([mean, top, self.globals(obs["globals"])], -1)

@@ -62,6 +62,8 @@ class Phase1Config:
     lr: float = opt(3e-4, "AdamW learning rate", low=0)
     weight_decay: float = opt(0.01, "AdamW weight decay", low=0)
     warmup_steps: int = opt(100, "linear learning-rate warm-up, then cosine decay to 5 %", low=0)
+    plateau_epochs: int = opt(0, "epochs without a better held-out loss before plateau_factor, 0 = never", low=0)
+    plateau_factor: float = opt(0.5, "multiplies the learning rate on a plateau", low=0.01, high=1)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     checkpointing: bool = opt(False, "recompute the world model's activations in the backward pass")
     amp: AmpConfig = sub(AmpConfig)

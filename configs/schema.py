@@ -18,6 +18,11 @@ class RunConfig:
     folder: str = opt("runs", "where run folders live")
     seed: int = opt(1, "everything random derives from it", low=0, high=2 ** 31 - 1)
     device: str = opt("auto", "auto = CUDA when there is one", choices=("auto", "cpu", "cuda"))
+    cudnn_benchmark: bool = opt(True, "cuDNN tries its algorithms and keeps the fastest (not with deterministic)")
+    deterministic: bool = opt(False, "GPU: only operations that give the same bits every time; slower")
+    matmul_precision: str = opt("highest", "float32 products on the GPU: highest = no TF32",
+                                choices=("highest", "high", "medium"))
+    detect_anomaly: bool = opt(False, "name the operation whose gradient is NaN; several times slower")
     threads: int = opt(0, "torch CPU threads per process, 0 = cores not taken by workers / processes", low=0)
 
 
@@ -68,6 +73,7 @@ class RewardConfig:
 @dataclass
 class ModelConfig:
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
+    compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
     gather_above: int = opt(384, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
 
 
@@ -90,6 +96,7 @@ class ShieldConfig:
 @dataclass
 class DataConfig:
     folder: str = opt("datasets/corridor", "raw/ and processed/ go below it")
+    seed: int = opt(0, "seed of the recorded traffic, 0 = run.seed; others train on the same data set", low=0)
     scenarios: list[str] = opt(["same"], "built-in names or .sumocfg paths, in turn by episode; same = env.scenario")
     samples: int = opt(1000, "samples to collect", low=1)
     samples_per_episode: int = opt(50, "samples taken from one episode, evenly in time", low=1)

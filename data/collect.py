@@ -24,7 +24,7 @@ import numpy as np
 
 from configs import ConfigError
 from data.layout import (DataError, check_settings, file_hash, only_writer, raw_settings, read_json, scenarios,
-                         write_atomically)
+                         traffic_seed, write_atomically)
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
 from env.scenarios import build_scenario
@@ -51,7 +51,7 @@ def episode_plan(cfg):
     d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios(cfg)
     while left > 0:
         e = len(plan)
-        seed = 2_000_000 + cfg.run.seed * 100_003 + 7 * e  # far from the seeds of evaluation
+        seed = 2_000_000 + traffic_seed(cfg) * 100_003 + 7 * e  # far from the seeds of evaluation
         turn, scenario = divmod(e, len(names))
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]
@@ -142,7 +142,8 @@ def _samples(env, data, controller, job, rng):
     frames, moment, left = deque(maxlen=length), 0, job.samples
     observation, _ = env.reset(seed=job.seed)
     for step in range(1, steps + 1):
-        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time))
+        around = observation["surround"][[env.slots.slot_of[name] for name in env.ids]]
+        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time, around))
         while moment < len(wanted) and step >= wanted[moment] and len(frames) == length:
             samples = cut_regions(frames, data, env.road.extent, rng)[:left]
             if not samples:  # too few vehicles yet: made up for at the next steps
@@ -158,7 +159,8 @@ def _samples(env, data, controller, job, rng):
 def cut_regions(frames, data, extent, rng):
     """`data.regions` samples of one moment, each around a vehicle that no earlier one holds, as long as there is one.
 
-    frames: [(ids, SCENE array, globals, k, time)] of M + T + H + M control steps; empty list if the road is empty.
+    frames: [(ids, SCENE array, globals, k, time, surroundings)] of M + T + H + M control steps; empty list if the road
+    is empty.
     """
     low, high = data.vehicles
     ids, scene = frames[data.margin + data.history - 1][:2]
@@ -176,15 +178,18 @@ def cut_sample(frames, members, extent):
     """One sample: what the vehicles `members` (ids) did in the frames, as a dictionary of plain lists."""
     sample = {"extent": extent, "k": [f[3] for f in frames], "time": [f[4] for f in frames],
               "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
-              "ids": [name.decode() for name in members], "present": [], "lead": [], **{name: [] for name in FIELDS}}
-    for frame_ids, frame_scene, *_ in frames:
+              "ids": [name.decode() for name in members],
+              **{name: [] for name in ("present", "lead", "surround", *FIELDS)}}
+    for frame_ids, frame_scene, *_, around in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]
         inside = {row: n for n, row in enumerate(rows) if row >= 0}
         sample["present"].append([int(row >= 0) for row in rows])
         sample["lead"].append([_leader(frame_scene, row, inside) for row in rows])
+        values = np.append(around.astype(float), np.zeros((1, around.shape[1])), 0)  # the last one for who is absent
+        sample["surround"].append(np.round(values[rows], 2).tolist())
         for name in FIELDS:
-            values = np.append(frame_scene[name].astype(float), 0)  # the last one stands for who is absent
+            values = np.append(frame_scene[name].astype(float), 0)
             sample[name].append(np.round(values[rows], 4).tolist())
     return sample
 

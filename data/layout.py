@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from env.graph import EDGE, GLOBAL, NODE
+from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
-VERSION = 2
-FEATURES = {"nodes": NODE, "edges": EDGE, "globals": GLOBAL}  # the parts stored as float16 or int8
-GRAPH = ("nodes", "edges", "neighbours", "globals", "usable")  # fields that only the T frames of history need
+VERSION = 3
+FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
+GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
-READING = ("folder", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb", "tmpfs")
+READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
+           "tmpfs")
 BUILDING = ("storage", "k_vary")
 
 
@@ -59,6 +60,7 @@ class Shape(NamedTuple):
         n, k, number = self.vehicles, self.k, {"float16": "<f2", "int8": "i1"}[self.storage]
         return np.dtype([
             ("nodes", number, (n, len(NODE))), ("edges", number, (n, k, len(EDGE))),
+            ("surround", number, (n, len(SURROUND))),
             ("neighbours", "i1" if n < 128 else "<i2", (n, k)), ("globals", number, (len(GLOBAL),)),
             ("usable", "?", (n,)),  # the leader is inside the sample, or there is none
             ("present", "?", (n,)), ("fresh", "?", (n,)), ("conflict", "?", (n,)), ("moved", "<f4", (n,)),
@@ -169,8 +171,14 @@ def raw_settings(cfg):
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
-    return {"version": VERSION, "seed": cfg.run.seed, "env": env, "scenario": sections, "driver": asdict(cfg.driver),
-            "baselines": asdict(cfg.baselines), "graph": graph, "data": {**data, "scenarios": scenarios(cfg)}}
+    return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
+            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
+            "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def traffic_seed(cfg):
+    """What the recorded episodes derive from."""
+    return cfg.data.seed or cfg.run.seed
 
 
 def scenarios(cfg):

@@ -15,7 +15,7 @@ import numpy as np
 
 from configs import ConfigError
 from data.layout import (FEATURES, VERSION, DataError, Shape, check_settings, file_hash, only_writer, processed_folder,
-                         raw_settings, read_json, write_atomically)
+                         raw_settings, read_json, traffic_seed, write_atomically)
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.storage import encode, features, largest_error, value_ranges
@@ -49,7 +49,7 @@ def build(cfg, meta, out, report):
     """Write all files of a processed data set that are not there yet."""
     raw, shape = Path(cfg.data.folder) / "raw", Shape.of(cfg)
     out.mkdir(parents=True, exist_ok=True)
-    plan = destinations(meta, cfg.data.samples_per_chunk, cfg.run.seed)
+    plan = destinations(meta, cfg.data.samples_per_chunk, traffic_seed(cfg))
     _fill_chunks(cfg, raw, out, meta, plan, shape, report)
     ranges = _ranges(out, plan) if shape.storage == "int8" else None
     chunks = [_finish_chunk(out, name, plan, shape, ranges) for name in plan["sizes"]]

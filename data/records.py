@@ -1,7 +1,7 @@
 """From a raw sample to the frames that are trained on: each holds its graph and the vehicles' motion."""
 import numpy as np
 
-from env.graph import GLOBAL, SCENE, conflicts, neighbour_graph, node_features
+from env.graph import GLOBAL, SCENE, SURROUND, conflicts, neighbour_graph, node_features
 
 
 def build_record(sample, shape, radius, k_shift=0):
@@ -23,7 +23,7 @@ def build_record(sample, shape, radius, k_shift=0):
         before, odometer = here, scene["odometer"]
         k = min(max(int(series["k"][f]) + k_shift, 1), shape.k)
         _graph_of_frame(record, f, scene, members, k, radius, series["time"][f])
-        record["globals"][f] = series["globals"][f]
+        record["globals"][f], record["surround"][f, members] = series["globals"][f], series["surround"][f][members]
     return record
 
 
@@ -32,7 +32,8 @@ def parse(sample, shape):
     another size, or not finite."""
     try:
         n, series = len(sample["ids"]), {}
-        sizes = {"k": (), "time": (), "globals": (len(GLOBAL),), "present": (n,), **dict.fromkeys(SCENE.names, (n,))}
+        sizes = {"k": (), "time": (), "globals": (len(GLOBAL),), "present": (n,), "surround": (n, len(SURROUND)),
+                 **dict.fromkeys(SCENE.names, (n,))}
         for name, size in sizes.items():
             series[name] = _numbers(name, sample[name], (shape.frames, *size))
         if not (n <= shape.vehicles and np.isfinite(sample["extent"]) and sample["extent"] > 0):

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from models import objectives
+from models.risk_gnn import INPUTS
+
+CONFLICT_WEIGHT = 3.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
 
 
 class WorldModelLoss(nn.Module):
@@ -20,7 +23,7 @@ class WorldModelLoss(nn.Module):
     def forward(self, batch, count):
         """batch: see `prepare`. Returns (loss, dictionary of predictions)."""
         frames = batch["nodes"].shape[:2]  # (B, T)
-        flat = [batch[name].flatten(0, 1) for name in ("nodes", "edges", "neighbours", "mask")]
+        flat = [batch[name].flatten(0, 1) for name in INPUTS]
         embedding = self.gnn(*flat).unflatten(0, frames)
         state = self.world_model.initial_state(frames[0], flat[0].shape[1], device=embedding.device)
         memory = self.world_model.sequence(embedding, state, batch["fresh"], self.checkpointing)
@@ -35,8 +38,9 @@ def world_model_loss(world_model, memory, batch, count, stage=2):
     if stage == 2:
         flow, risk = world_model.latents(memory)
         out["states"], out["conflict"] = world_model.predict_states(flow, speed), world_model.predict_conflict(risk)
-        loss = loss + objectives.state_loss(out["states"], target, valid, count) + objectives.conflict_loss(
-            out["conflict"], batch["conflicts"], valid, count)
+        conflicts = objectives.within_horizon(batch["conflicts"], valid)
+        loss = loss + objectives.state_loss(out["states"], target, valid, count)
+        loss = loss + CONFLICT_WEIGHT * objectives.conflict_loss(out["conflict"], *conflicts, count)
     return loss, out
 
 
@@ -45,10 +49,30 @@ def prepare(samples, horizon):
     steps = samples["nodes"].shape[1]
     states, valid, conflicts = objectives.motion_targets(samples["moved"], samples["speed"], samples["present"],
                                                          samples["fresh"], samples["conflict"], horizon)
-    return {"nodes": samples["nodes"], "edges": samples["edges"], "neighbours": samples["neighbours"],
-            "mask": samples["present"][:, :steps], "fresh": samples["fresh"][:, :steps],
+    graph = {name: samples[name] for name in INPUTS if name != "mask"}
+    return {**graph, "mask": samples["present"][:, :steps], "fresh": samples["fresh"][:, :steps],
             "speed": samples["speed"][:, :steps], "states": states, "conflicts": conflicts,
             "target_valid": valid & samples["usable"][..., None]}
+
+
+def prediction_errors(out, batch, interval, loss, stage):
+    """[12] float64 sums over the valid targets: loss, targets, squared errors of displacement and speed after one step
+    by the model and by "constant velocity", their number, the same of displacement after H steps and their number,
+    conflicts, conflict loss."""
+    valid, target, speed = batch["target_valid"], batch["states"], batch["speed"]
+    square = lambda x, where: (x[where].double() ** 2).sum()  # noqa: E731
+    now, last = valid[..., 0], valid[..., -1]
+    steady = torch.stack([speed * interval, speed], -1)
+    result = [loss.double(), valid.sum(), *(square((out["next"] - target[..., 0, :])[..., i], now) for i in (0, 1)),
+              *(square((steady - target[..., 0, :])[..., i], now) for i in (0, 1)), now.sum()]
+    if stage == 2:
+        ahead, conflicts = target.shape[-2] * interval, objectives.within_horizon(batch["conflicts"], valid)
+        result += [square(out["states"][..., -1, 0] - target[..., -1, 0], last),
+                   square(speed * ahead - target[..., -1, 0], last), last.sum(), batch["conflicts"][valid].sum(),
+                   objectives.conflict_loss(out["conflict"], *conflicts, 1.0)]
+    else:
+        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum(), torch.zeros(())]
+    return torch.stack([torch.as_tensor(r, dtype=torch.float64).cpu() for r in result])
 
 
 class PPOLoss(nn.Module):

@@ -89,12 +89,22 @@ def motion_targets(moved, speed, present, fresh, conflict, horizon):
     return torch.stack(states, 3), torch.stack(valid, 3), torch.stack(hits, 3).float()
 
 
-def state_loss(predicted, target, valid, count):
-    """Huber loss (delta 1) of displacement m and speed m/s, step h weighted 1/h, over `count` valid items.
+def within_horizon(conflicts, valid):
+    """Append "in any of the H steps" to conflicts and valid [..., H] -> both [..., H + 1].
 
+    It is known when all steps are, or as soon as a known one has a conflict.
+    """
+    any_step = (conflicts * valid).amax(-1, keepdim=True)
+    return torch.cat([conflicts, any_step], -1), torch.cat([valid, valid.all(-1, keepdim=True) | (any_step > 0)], -1)
+
+
+def state_loss(predicted, target, valid, count):
+    """Huber loss (delta 1) of displacement m and speed m/s, step h weighted 1/h^2, over `count` valid items.
+
+    Unforeseen accelerations displace by half a h^2: with these weights the first steps count as much as the last.
     predicted, target [..., H, 2], valid [..., H].
     """
-    weight = 1.0 / torch.arange(1, target.shape[-2] + 1, device=target.device)
+    weight = 1.0 / torch.arange(1, target.shape[-2] + 1, device=target.device) ** 2
     loss = F.huber_loss(predicted, target, reduction="none").sum(-1) * weight
     return torch.where(valid, loss, 0.0).sum() / count
 

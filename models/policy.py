@@ -6,7 +6,7 @@ from torch import nn
 
 from models.controller import Controller, acceleration
 from models.presets import FULL_RANGES, PRESETS
-from models.risk_gnn import SPEED, RiskGNN
+from models.risk_gnn import INPUTS, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
 from models.world_model import WorldModel
 
@@ -108,7 +108,7 @@ class Driver:
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
         with self.autocast():
-            embedding = self.model.risk_gnn(obs["nodes"], obs["edges"], obs["neighbours"], obs["mask"])
+            embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]
             memory, after = self.model.world_model.step(embedding, before, obs["fresh"])
             if remember:

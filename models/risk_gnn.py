@@ -8,15 +8,38 @@ from models.presets import Normalizer, mlp
 NODE_FEATURES = 9
 SPEED = 2  # column of a node
 TTC = 2    # column of an edge
+URGENCY = 10.0  # s; times to collision are mostly long: unscaled, this input would hardly vary
+INPUTS = ("nodes", "surround", "edges", "neighbours", "mask")  # what `RiskGNN.forward` takes, in its order
 NODE_MEAN = [0.5, 0.5, 15.0, 0.0, 250.0, 0.5, 0.0, 0.0, 0.0]
 NODE_STD = [0.3, 1.0, 8.0, 5.0, 200.0, 0.3, 1.0, 1.0, 1.0]  # acceleration: clamped to +-5 when observed, then / 5
 
 
-def edge_inputs(edges):
-    """[..., 4] gap m, relative speed m/s, TTC s, THW s -> [..., 6] bounded features, the two dangers among them."""
+def edge_inputs(edges, lead_gap, lead_speed):
+    """[..., k, 4] gap m, relative speed m/s, TTC s, THW s -> [..., k, 7] bounded features, the two dangers among them.
+
+    The last one marks the leader: the neighbour whose gap and relative speed are those of `lead_gap` m and `lead_speed`
+    m/s relative to the vehicle, each [...].
+    """
     gap, dv, ttc, thw = edges.float().unbind(-1)
     closeness = gap.sign() / (1 + gap.abs() / 5)
-    return torch.stack([gap / 50, closeness, dv / 10, 1 / (ttc + 0.5), 1 / (thw + 0.3), thw / 5], -1)
+    leads = torch.exp(-(gap - lead_gap[..., None]).abs() - (dv - lead_speed[..., None]).abs())
+    return torch.stack([gap / 50, closeness, dv / 10, URGENCY / (ttc + 0.5), 1 / (thw + 0.3), thw / 5, leads], -1)
+
+
+def surround_inputs(surround, speed):
+    """Surroundings [..., 14] as observed, own speed m/s [...] -> [..., 24] bounded features.
+
+    Gap, closeness, relative speed and urgency (inverse time to collision) of the five who matter: in front; in front
+    and behind on the left; the same on the right. Then which lanes exist, and how near and full a merge is.
+    """
+    gap, other = surround[..., :10].float().unflatten(-1, (5, 2)).unbind(-1)
+    dv = other - speed[..., None].float()
+    closing = dv * dv.new_tensor([-1, -1, 1, -1, 1])  # columns 2 and 4 are behind
+    ttc = gap.clamp(min=0) / closing.clamp(min=0.1)
+    urgency = (URGENCY / (ttc + 0.5)).clamp(max=5)
+    pairs = torch.cat([gap / 50, 1 / (1 + gap.clamp(min=0) / 5), dv / 10, urgency], -1)
+    scale = pairs.new_tensor([1, 1, 250, 5])
+    return torch.cat([pairs, surround[..., 10:].float() / scale], -1)
 
 
 class RiskAttention(nn.Module):
@@ -68,25 +91,27 @@ class RiskGNN(nn.Module):
         super().__init__()
         self.gather_above = gather_above
         self.normalize = Normalizer(NODE_MEAN, NODE_STD)
-        self.edge = mlp(6, sizes.edge_width, sizes.edge_width)
+        self.edge = mlp(7, sizes.edge_width, sizes.edge_width)
         self.risk = nn.Linear(sizes.edge_width, 1)
-        self.node = mlp(NODE_FEATURES + sizes.edge_width, sizes.gnn_width, sizes.gnn_width)
+        self.node = mlp(NODE_FEATURES + 24 + sizes.edge_width, sizes.gnn_width, sizes.gnn_width)
         self.layers = nn.ModuleList(RiskAttention(sizes.gnn_width, sizes.gnn_heads, sizes.edge_width)
                                     for _ in range(sizes.gnn_layers))
         self.norm = nn.LayerNorm(sizes.gnn_width)
 
-    def forward(self, nodes, edges, neighbours, mask):
-        """nodes [B, N, 9], edges [B, N, k, 4], neighbours [B, N, k] (-1 = none), mask [B, N] -> [B, N, D].
+    def forward(self, nodes, surround, edges, neighbours, mask):
+        """nodes [B, N, 9], surround [B, N, 14], edges [B, N, k, 4], neighbours [B, N, k] (-1 = none), mask [B, N] ->
+        [B, N, D].
 
         Rows outside the mask are 0. Neighbours must lie inside the mask.
         """
         none = neighbours < 0
         where = neighbours.long().masked_fill(none, nodes.shape[1])
-        code = F.silu(self.edge(edge_inputs(edges)))
+        speed = nodes[..., SPEED].float()
+        code = F.silu(self.edge(edge_inputs(edges, surround[..., 0].float(), surround[..., 1].float() - speed)))
         # What the edges say reaches the vehicle with most weight on the most dangerous one.
         weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
         around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)
-        x = self.node(torch.cat([self.normalize(nodes), around], -1))
+        x = self.node(torch.cat([self.normalize(nodes), surround_inputs(surround, speed), around], -1))
         for layer in self.layers:
             x = layer(x, where, code, dense=nodes.shape[1] <= self.gather_above)
         return self.norm(x) * mask[..., None]

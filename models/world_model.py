@@ -4,10 +4,14 @@ Stage 1 predicts the next state of every vehicle. Stage 2 predicts the next H st
 probability of conflict for each of those steps from the risk latent.
 """
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models.presets import mlp
+
+CHANGE_SCALE = 5.0  # embeddings change little in one step
+RARE = -4.6  # first logit of a conflict, 1 %: learning the rate alone would saturate the latent (Lin et al. 2017, 4.1)
 
 
 class WorldModel(nn.Module):
@@ -18,11 +22,14 @@ class WorldModel(nn.Module):
         self.horizon, self.interval, self.width = horizon, interval, sizes.lstm_width
         self.cells = nn.ModuleList(nn.LSTMCell(sizes.gnn_width if i == 0 else sizes.lstm_width, sizes.lstm_width)
                                    for i in range(sizes.lstm_layers))
+        self.present = nn.Linear(sizes.gnn_width, sizes.lstm_width)
+        self.change = nn.Linear(sizes.gnn_width, sizes.lstm_width, bias=False)
         self.next_state = mlp(sizes.lstm_width, sizes.decoder_hidden, 2, final_gain=0.1)
         self.flow = nn.Linear(sizes.lstm_width, sizes.latent)
         self.risk = nn.Linear(sizes.lstm_width, sizes.latent)
         self.states = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, 2 * horizon, final_gain=0.1)
-        self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon, final_gain=0.1)
+        self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon + 1, final_gain=0.1)
+        nn.init.constant_(self.conflict[-1].bias, RARE)
         ahead = interval * torch.arange(1, horizon + 1)
         self.register_buffer("scale", torch.stack([ahead * 0.5, ahead * 0.5], -1), persistent=False)  # m and m/s
         self.register_buffer("ahead", ahead, persistent=False)
@@ -32,26 +39,32 @@ class WorldModel(nn.Module):
         return [p for part in (self.flow, self.risk, self.states, self.conflict) for p in part.parameters()]
 
     def initial_state(self, *batch, device=None):
-        """Zero memory [*batch, layers, 2 * width] (hidden and cell state side by side), float32."""
-        return torch.zeros(*batch, len(self.cells), 2 * self.width, device=device)
+        """Zero memory [*batch, layers + 1, 2 * width], float32: hidden and cell state of each layer side by side, then
+        the embedding of the step before, padded."""
+        return torch.zeros(*batch, len(self.cells) + 1, 2 * self.width, device=device)
 
     def step(self, embedding, state, fresh):
-        """One control step. embedding [..., D], state [..., layers, 2 * width], fresh [...] (True forgets the state).
+        """One control step. embedding [..., D], state as by `initial_state`, fresh [...] (True forgets the state).
 
         Returns (memory [..., width], new state).
         """
         with torch.autocast(embedding.device.type, enabled=False):
-            shape, x = embedding.shape[:-1], embedding.float().flatten(0, -2)
+            shape, seen = embedding.shape[:-1], embedding.float().flatten(0, -2)
             state = (state.float() * ~fresh[..., None, None]).flatten(0, -3)
-            new = []
+            x, new = seen, []
             for i, cell in enumerate(self.cells):
                 h, c = cell(x, tuple(t.contiguous() for t in state[:, i].chunk(2, -1)))
                 new.append(torch.cat([h, c], -1))
                 x = h
-            return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(self.cells), -1)
+            # What is seen now, and how it changes (accelerations above all), need no way through the gates.
+            before = state[:, -1, :seen.shape[1]]
+            change = (seen - before) * before.any(-1, keepdim=True)  # none of whoever was not there
+            x = x + self.present(seen) + self.change(CHANGE_SCALE * change)
+            new.append(F.pad(seen, (0, 2 * self.width - seen.shape[1])))
+            return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(new), -1)
 
     def sequence(self, embeddings, state, fresh, checkpointing=False):
-        """embeddings [B, T, N, D], state [B, N, layers, 2 * width], fresh [B, T, N] -> memory [B, T, N, width]."""
+        """embeddings [B, T, N, D], state [B, N, ...], fresh [B, T, N] -> memory [B, T, N, width]."""
         memories = []
         for t in range(embeddings.shape[1]):
             if checkpointing:
@@ -77,5 +90,5 @@ class WorldModel(nn.Module):
         return correction + torch.stack([steady * self.ahead, steady], -1)
 
     def predict_conflict(self, risk):
-        """Stage 2: logits of a conflict in each of the next H control steps, [..., H]."""
+        """Stage 2: logits of a conflict in each of the next H control steps, and last in any of them, [..., H + 1]."""
         return self.conflict(risk).float()

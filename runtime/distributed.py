@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
+from runtime.precision import set_numerics
 from runtime.resources import threads_per_process
 
 
@@ -77,10 +78,13 @@ def start_team(run, ddp, rollout_workers=0):
     gpus = torch.cuda.device_count() if run.device != "cpu" else 0
     if run.device == "cuda" and not gpus:
         raise ConfigError("run.device=cuda, but PyTorch finds no GPU; use run.device=cpu or auto")
+    if world > 1 and ddp.backend == "nccl" and gpus < local_world:
+        raise ConfigError(f"ddp.backend=nccl needs a GPU for each of the {local_world} ranks on this machine, there "
+                          f"are {gpus}; use ddp.backend=gloo or auto")
     device = torch.device(f"cuda:{local_rank % gpus}" if gpus else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    set_numerics(run)
     torch.set_num_threads(threads_per_process(run.threads, local_world, rollout_workers))
     if world > 1:
         for setting in ddp.nccl_env:

@@ -1,9 +1,21 @@
 """Mixed precision: one autocast context and one loss scaler that does nothing where it is not needed."""
 import contextlib
+import os
 
 import torch
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def set_numerics(run):
+    """Apply the switches of configs.RunConfig that decide how exactly and how fast PyTorch computes."""
+    torch.backends.cudnn.benchmark = run.cudnn_benchmark and not run.deterministic
+    torch.backends.cudnn.allow_tf32 = run.matmul_precision != "highest"
+    torch.set_float32_matmul_precision(run.matmul_precision)
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    torch.use_deterministic_algorithms(run.deterministic)
+    torch.autograd.set_detect_anomaly(run.detect_anomaly)
 
 
 class HysteresisScaler(torch.amp.GradScaler):

@@ -1,4 +1,5 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
+import copy
 import math
 import os
 import sys
@@ -58,7 +59,8 @@ class Progress:
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.lock = claim(folder) if team.is_main else None
-        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf}
+        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
+                         "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
 
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
@@ -96,6 +98,20 @@ def learning_rate(step, total, peak, warmup, floor=0.05):
         return peak * (step + 1) / warmup
     share = min((step - warmup) / max(total - warmup, 1), 1.0)
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def reduce_on_plateau(counters, stage, loss, p):
+    """Multiply counters["lr_factor"] when the loss of this stage has not improved for p.plateau_epochs epochs.
+
+    `counters` remember the best loss of the stage and the epochs since; `p` is configs.Phase1Config.
+    """
+    c = counters
+    if stage != c["plateau_stage"] or loss < c["plateau_best"]:
+        c.update(plateau_stage=stage, plateau_best=loss, plateau_wait=0)
+        return
+    c["plateau_wait"] += 1
+    if c["plateau_wait"] == p.plateau_epochs:
+        c.update(plateau_wait=0, lr_factor=c["lr_factor"] * p.plateau_factor)
 
 
 def set_learning_rate(optimizer, value):
@@ -143,6 +159,24 @@ def episode_facts(team, facts):
 def share_of_workers(rollout, team):
     """Rollout processes of this rank: the node's workers are divided between its learners."""
     return max(1, rollout.num_workers // team.local_world) if rollout.num_workers else 0
+
+
+def compile_gnn(gnn, wanted, say, backend="inductor"):
+    """torch.compile the risk GNN, the largest part of every forward pass, if `wanted` and possible, else say why."""
+    if not wanted:
+        return
+    n, k, device = 16, 4, next(gnn.parameters()).device
+    parts = torch.zeros(1, n, 9), torch.zeros(1, n, 14), torch.zeros(1, n, k, 4), torch.full((1, n, k), -1)
+    trial = copy.deepcopy(gnn)
+    trial.compile(backend=backend, dynamic=True)
+    try:
+        trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()
+    except Exception as error:  # compilers fail in many ways, and the program runs without
+        first = str(error).strip().splitlines()[0]
+        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {first}); "
+                   "nothing is compiled")
+    gnn.compile(backend=backend, dynamic=True)
+    say("torch.compile: the risk GNN is compiled")
 
 
 def to_device(batch, device):

@@ -92,7 +92,8 @@ def small(models):
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.7 / math.sqrt(module.in_features))
-            nn.init.normal_(module.bias, std=0.1)
+            if module.bias is not None:
+                nn.init.normal_(module.bias, std=0.1)
     for last in (model.controller.action[-1], model.controller.importance[-1], model.controller.impact[-1]):
         last.weight.data *= 0.2
     return model.eval()

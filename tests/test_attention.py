@@ -7,9 +7,9 @@ import pytest
 import torch
 from scenes import close, noise, scene
 
-from models.controller import NODE_FEATURES
+from models.controller import NODE_FEATURES, SURROUND_FEATURES
 from models.presets import PRESETS
-from models.risk_gnn import TTC, RiskAttention, RiskGNN
+from models.risk_gnn import INPUTS, TTC, RiskAttention, RiskGNN
 
 SMALL = PRESETS["small"]
 
@@ -18,7 +18,7 @@ SMALL = PRESETS["small"]
 
 def test_dense_and_gathered_attention_agree(small):
     obs = scene(20, 24, 5)
-    inputs = [obs[name] for name in ("nodes", "edges", "neighbours", "mask")]
+    inputs = [obs[name] for name in INPUTS]
     dense, gathered = copy.deepcopy(small.risk_gnn), copy.deepcopy(small.risk_gnn)
     gathered.gather_above = 2
     close(dense(*inputs), gathered(*inputs))
@@ -53,7 +53,7 @@ def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above):
     results = []
     for ttc in (10.0, 0.5):
         obs["edges"][0, 4, 0, TTC] = ttc
-        results.append(gnn(*(obs[name] for name in ("nodes", "edges", "neighbours", "mask"))).detach())
+        results.append(gnn(*(obs[name] for name in INPUTS)).detach())
     change = (results[0] - results[1]).abs().amax(-1)[0]
     concerned = (obs["neighbours"][0] == 4).any(-1) | (torch.arange(12) == 4)
     assert change[4] > 1e-3 and change[~concerned].max() == 0 and not concerned.all()
@@ -82,7 +82,7 @@ def test_isolated_vehicles_and_empty_scenes_give_no_nan(small, case, gather_abov
     obs["neighbours"].fill_(-1), obs["edges"].zero_()
     if case == "empty":
         obs["mask"].zero_(), obs["icv"].zero_()
-    embedding = model.risk_gnn(*(obs[name] for name in ("nodes", "edges", "neighbours", "mask")))
+    embedding = model.risk_gnn(*(obs[name] for name in INPUTS))
     memory, _ = model.world_model.step(embedding, model.world_model.initial_state(2, 8), obs["mask"])
     seen = model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"], obs["mask"], obs["icv"])
     inputs = seen["candidates"], seen["valid"], seen["scene"]
@@ -104,5 +104,6 @@ def test_embeddings_listen_to_neighbours_only():
     gnn = RiskGNN(replace(SMALL, gnn_layers=1))
     nodes = torch.rand(1, 5, NODE_FEATURES, requires_grad=True)
     neighbours = torch.tensor([[[1, -1], [2, -1], [0, 3], [-1, -1], [0, 1]]])
-    gnn(nodes, torch.rand(1, 5, 2, 4), neighbours, torch.ones(1, 5, dtype=torch.bool))[0, 2].square().sum().backward()
+    surround, mask = torch.rand(1, 5, SURROUND_FEATURES), torch.ones(1, 5, dtype=torch.bool)
+    gnn(nodes, surround, torch.rand(1, 5, 2, 4), neighbours, mask)[0, 2].square().sum().backward()
     assert (nodes.grad[0].abs().sum(-1) > 0).tolist() == [True, False, True, True, False]

@@ -20,6 +20,7 @@ from benchmarks.rival_networks import GraphFeatures
 from benchmarks.rivals import hidden_width
 from configs import ConfigError, load_config
 from env.spaces import KEEP
+from models.risk_gnn import INPUTS
 from runtime.memory import component, process_tree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -204,7 +205,7 @@ def test_flat_observation_holds_the_graph_and_its_network_reads_it(flat, tmp_pat
         wanted = observation[name] if name == "globals" else observation[name][:used]
         assert np.allclose(read[name][1].numpy(), wanted, rtol=1e-5, atol=1e-4), name
     assert np.abs(vector).max() <= 10 and np.abs(observation["edges"]).max() * SCALE <= 10
-    embedding = features.gnn(*(torch.as_tensor(observation[name][None]) for name in ("nodes", "edges", "neighbours")),
+    embedding = features.gnn(*(torch.as_tensor(observation[name][None]) for name in INPUTS[:-1]),
                              torch.as_tensor(observation["mask"][None] > 0))[0, observation["mask"] > 0]
     got = features(torch.from_numpy(vector)[None])[0]
     assert torch.allclose(got[:64], embedding.mean(0), atol=1e-4)

@@ -28,6 +28,7 @@ def test_collection_has_exactly_the_samples_asked_for(recorded):
         assert all(s["present"][now])  # chosen among those present at the last step of history
         assert len(s["k"]) == len(s["globals"]) == frames and np.allclose(np.diff(s["time"]), 1.0)
         assert {np.shape(s[name]) for name in ("present", "lead", *FIELDS)} == {(frames, len(s["ids"]))}
+        assert np.shape(s["surround"]) == (frames, len(s["ids"]), 14)
         times.setdefault(s["episode"], []).append(s["time"][-1])
     assert any(0 in row for _, s in samples for row in s["present"])  # some vehicles arrive later or leave earlier
     assert sorted(times) == list(range(EPISODES))
@@ -163,8 +164,9 @@ def test_sample_is_one_vehicle_and_its_nearest(seed):
     """Vehicles a..d stand at 0, 10, 21 and 1000 m, each led by the next; e comes and b goes in the last frame."""
     data, rng = config("x", "data.vehicles=[3, 3]", "data.history=2", "data.future=1", "data.margin=0",
                        "phase1.augment.time_shift=0").data, np.random.default_rng(seed)
-    now = ([b"a", b"b", b"c", b"d"], crowd([0, 10, 21, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 7.0)
-    later = ([b"a", b"e", b"c", b"d"], crowd([5, 12, 30, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 8.0)
+    around = np.arange(4)[:, None] + np.arange(14) / 3
+    now = ([b"a", b"b", b"c", b"d"], crowd([0, 10, 21, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 7.0, around)
+    later = ([b"a", b"e", b"c", b"d"], crowd([5, 12, 30, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 8.0, around)
     (sample,), places = cut_regions([now, now, later], data, 2000.0, rng), dict(zip("abcd", (0, 10, 21, 1000)))
     inside = sample["ids"]
     assert inside == sorted(places, key=lambda n: abs(places[n] - places[inside[0]]))[:3]
@@ -175,9 +177,10 @@ def test_sample_is_one_vehicle_and_its_nearest(seed):
     assert sample["present"] == [[1, 1, 1], [1, 1, 1], [int(n != "b") for n in inside]]
     for i, name in enumerate(inside):
         assert sample["speed"][0][i] == round("abcd".index(name) + 1 / 3, 4)
-        assert name != "b" or (sample["speed"][2][i], sample["lead"][2][i]) == (0, -1)
+        assert sample["surround"][0][i] == ("abcd".index(name) + np.arange(14) / 3).round(2).tolist()
+        assert name != "b" or (sample["speed"][2][i], sample["lead"][2][i], any(sample["surround"][2][i])) == (0, -1, 0)
         assert name != "a" or sample["lead"][2][i] == -2  # behind e, who is no member
-    alone = ([b"a"], crowd([0], [-1]), np.zeros(16), 4, 7.0)
+    alone = ([b"a"], crowd([0], [-1]), np.zeros(16), 4, 7.0, around[:1])
     assert cut_regions([alone] * 3, data, 2000.0, rng) == []  # too few vehicles
 
 
@@ -186,7 +189,7 @@ def test_regions_split_a_large_scene_without_overlapping_centres(regions):
     """60 vehicles in a row, samples of 10: no vehicle is the centre of two samples as long as some are in none."""
     data = config("x", "data.vehicles=[10, 10]", f"data.regions={regions}").data
     ids = [f"v{i}".encode() for i in range(60)]
-    frame = (ids, crowd(np.arange(60) * 30.0, np.full(60, -1)), np.zeros(16), 16, 0.0)
+    frame = (ids, crowd(np.arange(60) * 30.0, np.full(60, -1)), np.zeros(16), 16, 0.0, np.zeros((60, 14)))
     samples = cut_regions([frame] * 35, data, 2000.0, np.random.default_rng(1))
     held = set()
     for sample in samples:
@@ -198,7 +201,7 @@ def test_regions_split_a_large_scene_without_overlapping_centres(regions):
 def test_small_scene_can_be_kept_whole():
     """With data.vehicles=[2, N] scenes of far fewer than N vehicles are one sample: no leader is outside."""
     data, rng = config("x", "data.vehicles=[2, 150]").data, np.random.default_rng(0)
-    frame = ([b"a", b"b", b"c"], crowd([0, 10, 400], [1, 2, -1]), np.zeros(16), 4, 7.0)
+    frame = ([b"a", b"b", b"c"], crowd([0, 10, 400], [1, 2, -1]), np.zeros(16), 4, 7.0, np.zeros((3, 14)))
     samples = [cut_regions([frame] * 35, data, 2000.0, rng)[0] for _ in range(50)]
     whole = [sample for sample in samples if len(sample["ids"]) == 3]
     assert len(whole) > 40 and all(min(min(sample["lead"])) == -1 for sample in whole)

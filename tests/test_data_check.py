@@ -149,4 +149,4 @@ def test_command_line(copy, tmp_path):
 
 
 def test_features_are_those_of_the_environment():
-    assert [len(names) for names in FEATURES.values()] == [9, 4, 16]
+    assert [len(names) for names in FEATURES.values()] == [9, 4, 14, 16]

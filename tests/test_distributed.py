@@ -4,18 +4,20 @@ Two spawned ranks run everything once, joined by product code as torchrun would 
 """
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing
+from torch import distributed as dist
 from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import train_ddp
-from configs import Config
+from configs import Config, ConfigError
 from models.controller import GLOBAL_FEATURES, NODE_FEATURES, SURROUND_FEATURES
 from models.losses import ConstrainedLoss, PPOLoss, WorldModelLoss
 from models.policy import TrafficModel
@@ -74,7 +76,8 @@ def samples(step):
     present = (torch.arange(N) < many[:, None])[:, None].expand(8, frames, N).clone()
     present[:, 4:, 1] = False  # one leaves
     neighbours = (rand(8, T, N, K) * many[:, None, None, None]).long()
-    return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
+    return {"nodes": rand(8, T, N, NODE_FEATURES) * 5, "surround": rand(8, T, N, SURROUND_FEATURES) * 50,
+            "edges": rand(8, T, N, K, 4) * 10, "neighbours": neighbours,
             "present": present, "fresh": rand(8, frames, N) < 0.1, "speed": rand(8, frames, N) * 20,
             "moved": rand(8, frames, N) * 30, "conflict": rand(8, frames, N) < 0.3, "usable": rand(8, T, N) < 0.8,
             "row": torch.arange(8), "bad": torch.zeros(8, dtype=torch.bool)}
@@ -311,3 +314,31 @@ def test_a_team_of_one_needs_no_processes():
     assert one["gather"] == [{"rank": 0}]
     assert one["moments"] == pytest.approx([2.0, (2 / 3) ** 0.5])
     ALONE.barrier(), ALONE.close()
+
+
+# ---- options -----------------------------------------------------------------------------------------------------
+
+def test_every_ddp_option_reaches_pytorch():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        team, options = Team(0, 2, 0, 2, torch.device("cpu")), Config().ddp
+        plain = wrap(nn.Linear(2, 2), team, options)
+        assert (plain.bucket_bytes_cap, plain.gradient_as_bucket_view, plain.find_unused_parameters,
+                plain.static_graph, plain._comm_hooks) == (25 * 2 ** 20, True, False, False, [])
+        other = wrap(nn.Linear(2, 2), team, replace(
+            options, bucket_cap_mb=3.0, gradient_as_bucket_view=False, find_unused_parameters=True, static_graph=True,
+            fp16_compression=True))
+        assert (other.bucket_bytes_cap, other.gradient_as_bucket_view, other.find_unused_parameters,
+                other.static_graph) == (3 * 2 ** 20, False, True, True)
+        assert [hook for hook, _ in other._comm_hooks] == [default_hooks.fp16_compress_hook]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_nccl_without_enough_gpus_is_refused_before_anybody_waits(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    run, ddp = replace(Config().run, device="cpu"), replace(Config().ddp, backend="nccl")
+    with pytest.raises(ConfigError, match="ddp.backend=nccl needs a GPU for each of the 2 ranks"):
+        start_team(run, ddp)
+    assert not dist.is_initialized()

@@ -11,6 +11,7 @@ from scenes import scene
 
 from models.policy import PARTS, bucket, candidate_slots
 from models.presets import FULL_RANGES, PRESETS, Normalizer
+from models.risk_gnn import INPUTS
 from models.world_model import WorldModel
 
 FP16_MAX = 65504.0
@@ -31,7 +32,7 @@ def run(model, frames, wanted, lane, u):
     batch, slots = frames[0]["mask"].shape
     state = model.world_model.initial_state(batch, slots)
     for obs in frames:
-        embedding = model.risk_gnn(obs["nodes"], obs["edges"], obs["neighbours"], obs["mask"])
+        embedding = model.risk_gnn(*(obs[name] for name in INPUTS))
         memory, state = model.world_model.step(embedding, state, torch.zeros(batch, slots, dtype=torch.bool))
     flow, risk = model.world_model.latents(memory)
     speed = obs["nodes"][..., 2]

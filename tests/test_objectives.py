@@ -216,7 +216,7 @@ def test_state_loss_is_its_definition():
     torch.manual_seed(3)
     predicted, target = 3 * torch.randn(2, 4, HORIZON, 2), torch.randn(2, 4, HORIZON, 2)
     valid = torch.rand(2, 4, HORIZON) > 0.5
-    expected = sum(huber((predicted - target)[b, n, h, c].item()) / (h + 1) for b in range(2) for n in range(4)
+    expected = sum(huber((predicted - target)[b, n, h, c].item()) / (h + 1) ** 2 for b in range(2) for n in range(4)
                    for h in range(HORIZON) for c in range(2) if valid[b, n, h])
     assert objectives.state_loss(predicted, target, valid, 5.0).item() == pytest.approx(expected / 5, rel=1e-5)
 

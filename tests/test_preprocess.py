@@ -35,7 +35,7 @@ def naive_record(s, cfg, k_shift=0):
             record["nodes"][f, v] = [
                 min(max(own["position"] / s["extent"], 0), 1), own["lane"], own["speed"], min(max(own["accel"], -5), 5),
                 min(own["lane_end"], 500), min(max(own["progress"], 0), 1), own["icv"], math.sin(turn), math.cos(turn)]
-            record["usable"][f, v] = lead != -2
+            record["usable"][f, v], record["surround"][f, v] = lead != -2, s["surround"][f][v]
             far = {o: math.hypot(s["x"][f][o] - own["x"], s["y"][f][o] - own["y"]) for o in here if o != v}
             near = sorted(far, key=far.get)[:s["k"][f] + k_shift]
             if lead >= 0 and lead not in near:
@@ -70,7 +70,7 @@ def rebuilt(recorded):
 def test_records_equal_a_naive_rebuild(rebuilt):
     for _, naive, record, _ in rebuilt:
         assert record.dtype == naive.dtype
-        for name in ("present", "fresh", "conflict", "usable", "neighbours"):
+        for name in ("present", "fresh", "conflict", "usable", "neighbours", "surround"):
             assert np.array_equal(record[name], naive[name]), name
         for name in ("nodes", "globals"):
             assert np.allclose(record[name].astype(float), naive[name].astype(float), rtol=2e-3, atol=1e-6), name

@@ -15,14 +15,17 @@ import pytest
 import torch
 from torch import nn
 
-from configs import Config
+from configs import Config, ConfigError
+from models.presets import PRESETS
+from models.risk_gnn import RiskGNN
+from runtime.batch_size import first_batch, next_batch, search
 from runtime.distributed import StopRequest, Team
 from runtime.memory import PeakMemory, component, process_tree, pss_mb, tree_memory
 from runtime.metrics import Metrics, read_metrics
-from runtime.precision import HysteresisScaler, Precision
+from runtime.precision import HysteresisScaler, Precision, set_numerics
 from runtime.resources import claim
 from runtime.rollout import episode_seed
-from runtime.training import learning_rate, rescale_values
+from runtime.training import compile_gnn, learning_rate, reduce_on_plateau, rescale_values
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -303,3 +306,81 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
     assert second.returncode and "another process is working there" in second.stderr
     lock.close()
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---- switches, plateau, batch size, compilation --------------------------------------------------------------------
+
+def test_numerical_switches_reach_pytorch(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    read = lambda: (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32,  # noqa: E731
+                    torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
+                    torch.is_anomaly_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    try:
+        set_numerics(Config().run)
+        assert read() == (True, False, "highest", False, False, None)
+        set_numerics(replace(Config().run, deterministic=True, matmul_precision="high", detect_anomaly=True))
+        assert read() == (False, True, "high", True, True, ":4096:8")
+    finally:
+        set_numerics(Config().run)
+
+
+def test_learning_rate_falls_on_a_plateau():
+    """Two epochs without a better loss halve it; a better loss and a new stage, whose loss is another, start anew."""
+    p, c = replace(Config().phase1, plateau_epochs=2), {"plateau_stage": 0, "plateau_best": math.inf, "lr_factor": 1.0}
+    factors = []
+    for stage, loss in [(1, 5), (1, 5), (1, 4), (1, 4.5), (1, 4.5), (1, 4.1), (1, 4), (2, 9), (2, 9), (2, 8), (2, 8)]:
+        reduce_on_plateau(c, stage, loss, p)
+        factors.append(c["lr_factor"])
+    assert factors == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25, 0.25, 0.25]
+    for _ in range(9):
+        reduce_on_plateau(c, 2, 9.0, replace(p, plateau_epochs=0))
+    assert c["lr_factor"] == 0.25
+
+
+def test_batch_size_moves_by_the_memory_in_use():
+    """The table of the requirements: under 80 % + 4 to 8, to 90 % keep, to 95 % - 4 to 8, above - 8 to 12, out of
+    memory - 12 to 16; the larger step for larger batches."""
+    for batch, share, expected in [
+            (16, 0.5, 20), (32, 0.79, 40), (16, 0.8, 16), (64, 0.9, 64), (16, 0.91, 12), (64, 0.95, 56), (16, 0.96, 8),
+            (64, 0.99, 52), (16, None, 4), (64, None, 48), (4, None, 1), (1, 0.99, 1)]:
+        assert next_batch(batch, share) == expected, (batch, share)
+    assert [first_batch(n) for n in (5, 8, 9, 16, 17, 24, 25, 600)] == [128, 128, 64, 64, 32, 32, 16, 16]
+
+
+@pytest.mark.parametrize("capacity, start, most, expected", [
+    (100, 16, 1000, 80), (100, 128, 1000, 88), (100, 32, 60, 60), (10, 32, 1000, 8), (1000, 16, 24, 24)])
+def test_search_ends_at_a_batch_that_fits(capacity, start, most, expected):
+    tried = []
+
+    def measure(batch):
+        tried.append(batch)
+        return None if batch > capacity else batch / capacity
+    batch, share = search(measure, start, most)
+    assert batch == expected and share == batch / capacity <= 0.9
+    assert len(set(tried)) == len(tried) and max(tried) <= most
+
+
+def test_search_says_when_nothing_fits():
+    with pytest.raises(ConfigError, match="micro-batch of 1"):
+        search(lambda batch: None, 32, 100)
+
+
+def test_compilation_is_tried_first_and_gives_the_same(capsys):
+    """A compiler that does not work ends in one message; the model computes as before either way."""
+    torch.manual_seed(0)
+    gnn, said = RiskGNN(PRESETS["small"]), []
+    g = torch.Generator().manual_seed(0)
+    inputs = (torch.rand(2, 6, 9, generator=g), torch.rand(2, 6, 14, generator=g), torch.rand(2, 6, 3, 4, generator=g),
+              torch.randint(-1, 6, (2, 6, 3), generator=g), torch.ones(2, 6, dtype=torch.bool))
+    expected = gnn(*inputs)
+
+    def broken(graph, example):
+        raise RuntimeError("no compiler\nhere")
+    compile_gnn(gnn, False, said.append)
+    compile_gnn(gnn, True, said.append, backend=broken)
+    assert len(said) == 1 and "model.compile" in said[0] and "no compiler" in said[0] and "\n" not in said[0]
+    assert torch.equal(gnn(*inputs), expected)
+    compiled = []
+    compile_gnn(gnn, True, said.append, backend=lambda graph, example: compiled.append(1) or graph.forward)
+    torch.testing.assert_close(gnn(*inputs), expected)
+    assert len(said) == 2 and len(compiled) >= 2 and all(p.grad is None for p in gnn.parameters())

@@ -12,6 +12,7 @@ from models.controller import (HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEAT
                                lane_choices, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
+from models.risk_gnn import INPUTS
 
 SMALL = PRESETS["small"]
 
@@ -220,7 +221,7 @@ def test_driver_cuts_empty_slots_without_changing_anything(models):
     seen = driver.perceive(observation(1), [0, 1])
     assert seen["embedding"].shape[1] == 16
     full = scene(9, 40, 1)
-    embedding = models["small"].risk_gnn(*(full[name] for name in ("nodes", "edges", "neighbours", "mask")))
+    embedding = models["small"].risk_gnn(*(full[name] for name in INPUTS))
     close(seen["embedding"], embedding[:, :16])
 
 
