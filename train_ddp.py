@@ -252,18 +252,10 @@ def phase3(cfg, team, stop):
 
 
 def advantages(cfg, team, batch, price):
-    """GAE of reward and cost, combined at `price` per C_int and normalised over all ranks.
-
-    A lost step ends its episode as expected: what came before it is worth what the values say, and itself teaches
-    nothing. Returns (advantage, return, cost return), each [T, E].
-    """
+    """(advantage, return, cost return), each [T, E]: combined at `price` per C_int and normalised over all ranks."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
-    lost = batch["lost"]
-    ends = batch["terminated"] | lost, batch["ended"], ppo.gamma, ppo.gae_lambda
-    reward, cost = (objectives.gae(torch.where(lost, batch[value], batch[name]), batch[value], batch[f"next_{value}"],
-                                   *ends) for name, value in (("reward", "value"), ("cost", "cost_value")))
-    combined = objectives.combined_advantage(reward[0], cost[0], per_step)
-    return objectives.normalise(combined, *team.moments(combined)), reward[1], cost[1]
+    combined, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda, per_step)
+    return objectives.normalise(combined, *team.moments(combined)), *returns
 
 
 def make_sequences(cfg, team, batch, multiplier):

@@ -47,6 +47,20 @@ def combined_advantage(reward_advantage, cost_advantage, price):
     return reward_advantage - price * cost_advantage
 
 
+def rollout_advantages(rollout, gamma, lam, price):
+    """GAE of reward and cost of a rollout ({name: tensor [T, E]}): (advantage at `price`, return, cost return).
+
+    A lost step ends its episode as expected: what came before it is worth what the values say, and itself teaches
+    nothing.
+    """
+    lost = rollout["lost"]
+    (reward, returns), (cost, cost_returns) = (
+        gae(torch.where(lost, rollout[value], rollout[name]), rollout[value], rollout[f"next_{value}"],
+            rollout["terminated"] | lost, rollout["ended"], gamma, lam)
+        for name, value in (("reward", "value"), ("cost", "cost_value")))
+    return combined_advantage(reward, cost, price), returns, cost_returns
+
+
 def dual_ascent(multiplier, cost, limit, rate, maximum):
     """One step of the Lagrange multiplier: up while cost > limit, down below it, clamped to [0, maximum]."""
     return min(max(multiplier + rate * (cost - limit), 0.0), maximum)

@@ -172,8 +172,8 @@ def compile_gnn(gnn, wanted, say, backend="inductor"):
     try:
         trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()
     except Exception as error:  # compilers fail in many ways, and the program runs without
-        first = str(error).strip().splitlines()[0]
-        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {first}); "
+        words = " ".join(str(error).split())[:200]
+        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {words}); "
                    "nothing is compiled")
     gnn.compile(backend=backend, dynamic=True)
     say("torch.compile: the risk GNN is compiled")

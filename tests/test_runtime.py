@@ -348,7 +348,7 @@ def test_batch_size_moves_by_the_memory_in_use():
 
 
 @pytest.mark.parametrize("capacity, start, most, expected", [
-    (100, 16, 1000, 80), (100, 128, 1000, 88), (100, 32, 60, 60), (10, 32, 1000, 8), (1000, 16, 24, 24)])
+    (100, 16, 1000, 80), (100, 128, 1000, 84), (100, 32, 60, 60), (10, 32, 1000, 8), (1000, 16, 24, 24)])
 def test_search_ends_at_a_batch_that_fits(capacity, start, most, expected):
     tried = []
 
