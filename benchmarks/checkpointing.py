@@ -40,7 +40,8 @@ def losses(model, cfg, batch):
 
     def sequences(on):
         state = world.initial_state(len(embedding), embedding.shape[2])
-        return world_model_loss(world, world.sequence(embedding, state, batch["fresh"], on), batch, 1000.0)[0]
+        memory = world.sequence(embedding, state, batch["fresh"], on)
+        return world_model_loss(world, memory, batch, 1000.0, checkpointing=on)[0]
     return {"world model": sequences, "phase 1": lambda on: WorldModelLoss(model, 2, on)(batch, 1000.0)[0]}
 
 

@@ -3,7 +3,7 @@ import numpy as np
 
 RULES = {"velocity": ("constant velocity", "C7", ":"), "accel": ("constant acceleration", "C7", "--"),
          "idm": ("IDM", "C1", "-.")}
-STRETCH_M, SPAN_S, EVERY_S = 450.0, 60.0, 8.0  # of the time-space picture
+STRETCH_M, SPAN_S, EVERY_S = 350.0, 48.0, 8.0  # of the time-space picture
 
 
 def draw(path, result, interval, episode, predicted):
@@ -16,10 +16,9 @@ def draw(path, result, interval, episode, predicted):
     from matplotlib import pyplot
     scenes = list(result["scenes"])
     figure, ((position, speed, last), (calibration, *_)) = pyplot.subplots(2, 3, figsize=(13.5, 8))
-    error_curves(position, result["scenes"][scenes[0]], "position", "m", interval)
-    error_curves(speed, result["scenes"][scenes[0]], "speed", "m/s", interval)
-    error_curves(last, result["scenes"][scenes[-1]], "position", "m", interval)
-    position.set_title(scenes[0]), speed.set_title(scenes[0]), last.set_title(scenes[-1])
+    error_curves(position, result, scenes[0], "position", "m", interval)
+    error_curves(speed, result, scenes[0], "speed", "m/s", interval)
+    error_curves(last, result, scenes[-1], "position", "m", interval)
     position.legend(fontsize=8)
     calibration_curves(calibration, result["scenes"])
     grid = figure.axes[4].get_gridspec()
@@ -31,8 +30,9 @@ def draw(path, result, interval, episode, predicted):
     print(f"picture: {path}")
 
 
-def error_curves(axes, facts, quantity, unit, interval):
+def error_curves(axes, result, scene, quantity, unit, interval):
     """RMSE in dense traffic against how far ahead; the band is the 95 % interval over training seeds."""
+    facts = result["scenes"][scene]
     steps = [name for name in facts["model"] if name.startswith(f"{quantity}_")]
     ahead = interval * np.arange(1, len(steps) + 1)
     for rule, (label, colour, style) in RULES.items():
@@ -41,7 +41,8 @@ def error_curves(axes, facts, quantity, unit, interval):
     spread = np.array([facts["model"][name]["ci95"] or 0.0 for name in steps])
     axes.plot(ahead, mean, color="C0", marker="o", ms=4, label="world model")
     axes.fill_between(ahead, mean - spread, mean + spread, color="C0", alpha=0.25, lw=0)
-    axes.set(xlabel="prediction ahead, s", ylabel=f"RMSE of {quantity}, {unit}", xticks=ahead, ylim=(0, None))
+    axes.set(title=scene, xlabel="prediction ahead, s", ylabel=f"RMSE of {quantity}, {unit}", xticks=ahead,
+             ylim=(0, None))
     axes.grid(alpha=0.3)
 
 
@@ -67,11 +68,11 @@ def time_space(axes, episode, predicted, interval):
     for slot in np.flatnonzero(here[start:stop].any(0)):
         for run in np.split(np.arange(start, stop), np.flatnonzero(~same[start:stop - 1, slot]) + 1):
             path = run[here[run, slot]]
-            axes.plot(path * interval, place[path, slot], color="0.6", lw=1.2)
+            axes.plot(path * interval, place[path, slot], color="0.8", lw=3)
     for frame in range(start, stop, max(int(EVERY_S / interval), 1)):
         for slot in np.flatnonzero(here[frame]):
             ahead = place[frame, slot] + np.append(0, predicted[frame, slot, :, 0])
-            axes.plot((frame + np.arange(len(ahead))) * interval, ahead, color="C0", lw=1.2)
+            axes.plot((frame + np.arange(len(ahead))) * interval, ahead, "C0o-", lw=1, ms=3, markevery=[0])
     axes.set(xlim=(start * interval, stop * interval), ylim=(low, low + STRETCH_M), xlabel="time, s",
              ylabel="position along the road, m", title="true paths (grey) and predictions (blue), all lanes")
 

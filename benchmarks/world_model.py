@@ -10,6 +10,7 @@ acceleration" (that of the last control interval), and IDM (Treiber et al. 2000)
 once, each behind its true leader along its route, with the parameters that fit other episodes of the first scene best.
 """
 import copy
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,8 @@ def main():
         parser.add_argument("--plot", help="draw the result here, FILE.png; needs matplotlib")
     options = parse(__doc__, add=add)
     cfg, controllers = options.config, options.controllers.split(",")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install -e '.[viz]'")
     torch.set_num_threads(1)
     models = [train(options, seed) for seed in parse_seeds(options.seeds)]
     interval, horizon = cfg.env.control_interval, cfg.data.future

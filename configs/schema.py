@@ -74,7 +74,7 @@ class RewardConfig:
 class ModelConfig:
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
-    gather_above: int = opt(384, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
+    gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Every `count` is the global number of valid items divided by the number of ranks
 """
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from models import objectives
 from models.risk_gnn import INPUTS
@@ -27,17 +28,29 @@ class WorldModelLoss(nn.Module):
         embedding = self.gnn(*flat).unflatten(0, frames)
         state = self.world_model.initial_state(frames[0], flat[0].shape[1], device=embedding.device)
         memory = self.world_model.sequence(embedding, state, batch["fresh"], self.checkpointing)
-        return world_model_loss(self.world_model, memory, batch, count, self.stage)
+        return world_model_loss(self.world_model, memory, batch, count, self.stage, self.checkpointing)
 
 
-def world_model_loss(world_model, memory, batch, count, stage=2):
-    """Loss and predictions of the world model from its memory [B, T, N, W]; shared by phases 1 and 3."""
-    speed, target, valid = batch["speed"], batch["states"], batch["target_valid"]
+def predictions(world_model, memory, speed, stage):
+    """What the decoders of a stage say."""
     out = {"next": world_model.predict_next(memory, speed)}
-    loss = objectives.state_loss(out["next"][..., None, :], target[..., :1, :], valid[..., :1], count)
     if stage == 2:
         flow, risk = world_model.latents(memory)
         out["states"], out["conflict"] = world_model.predict_states(flow, speed), world_model.predict_conflict(risk)
+    return out
+
+
+def world_model_loss(world_model, memory, batch, count, stage=2, checkpointing=False):
+    """Loss and predictions of the world model from its memory [B, T, N, W]; shared by phases 1 and 3."""
+    speed, target, valid = batch["speed"], batch["states"], batch["target_valid"]
+    if checkpointing:  # step by step, as the memory itself: only one step's activations exist at a time
+        steps = [checkpoint(predictions, world_model, *step, stage, use_reentrant=False)
+                 for step in zip(memory.unbind(1), speed.unbind(1))]
+        out = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
+    else:
+        out = predictions(world_model, memory, speed, stage)
+    loss = objectives.state_loss(out["next"][..., None, :], target[..., :1, :], valid[..., :1], count)
+    if stage == 2:
         conflicts = objectives.within_horizon(batch["conflicts"], valid)
         loss = loss + objectives.state_loss(out["states"], target, valid, count)
         loss = loss + CONFLICT_WEIGHT * objectives.conflict_loss(out["conflict"], *conflicts, count)
@@ -138,7 +151,7 @@ class ConstrainedLoss(nn.Module):
         model, cfg, (count, target_count, risk_count) = self.model, self.cfg, counts
         embedding = batch["embedding"].float()
         memory = model.world_model.sequence(embedding, batch["before"].float(), batch["fresh"], cfg.checkpointing)
-        aux, _ = world_model_loss(model.world_model, memory, batch, target_count)
+        aux, _ = world_model_loss(model.world_model, memory, batch, target_count, checkpointing=cfg.checkpointing)
         flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
         seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)

@@ -87,7 +87,7 @@ class RiskAttention(nn.Module):
 class RiskGNN(nn.Module):
     """Vehicles' features and their relations -> one embedding per vehicle."""
 
-    def __init__(self, sizes, gather_above=384):
+    def __init__(self, sizes, gather_above=512):
         super().__init__()
         self.gather_above = gather_above
         self.normalize = Normalizer(NODE_MEAN, NODE_STD)
