@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from env.tails import hanging, hold_back
+from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
 MAX_HOPS = 10      # lanes followed downstream in search of a leader
@@ -19,7 +19,8 @@ class Road:
     [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none),
     coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
-    the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}."""
+    the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
+    env.tails.meeting_lanes, meets [L]: whether a lane is among them."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -38,6 +39,8 @@ class Road:
     join_with: np.ndarray
     joins: np.ndarray
     beside: dict
+    met_by: dict
+    meets: np.ndarray
 
     @classmethod
     def from_lanes(cls, lanes, reach=600.0):
@@ -65,12 +68,13 @@ class Road:
         upstream_lane, upstream_m = _upstream(length, link_lane, reach)
         join_edge, join_with = _joining_edges(link_edge, edge_of, internal)
         joins = np.isin(np.arange(len(edges)), join_edge)
+        met_by = meeting_lanes(internal, link_lane)
         beside = {side: _beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
                    lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
-                   joins=joins, beside=beside)
+                   joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)))
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
@@ -98,7 +102,7 @@ class Traffic:
         self.first = np.append(0, self.end[:-1])  # lane's vehicles are order[first:end]
         self.first[-1] = self.n
         self.rear = np.append(pos - length, np.inf)
-        self.tails = [] if came is None else hanging(self, came)
+        self.obstacles = [] if came is None else obstacles(self, came)
 
     def ahead(self, lane):
         """Who each vehicle would follow if it were on `lane` [..., N]: (index or -1, gap m, speed m/s), each [..., N].
@@ -116,8 +120,8 @@ class Traffic:
         who[who == self.n] = -1
         far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
-        for tail in self.tails:
-            hold_back(self, tail, lane, who, gap, speed)
+        for obstacle in self.obstacles:
+            hold_back(self, obstacle, lane, who, gap, speed)
         return who, gap, speed
 
     def _search_downstream(self, lane, rest, who, gap, speed):

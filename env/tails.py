@@ -1,32 +1,47 @@
-"""Vehicles that changed lanes just behind a junction, while their tail still blocks the lane from which they came.
+"""Vehicles in the way that are on another lane: whoever follows does not find them in front.
 
-Whoever follows on that lane does not find them in front: it leads to another lane than theirs.
+One has changed lanes just behind a junction, while its tail still blocks the lane from which it came. The other is on a
+junction lane that ends where the follower's own junction lane ends.
 """
 import numpy as np
 
 
-def hanging(traffic, came):
-    """[(vehicle, lane, rear end on that lane, m)] of an env.road.Traffic; `came` [N] is the last lane of each vehicle
-    that was on another edge (-1 = unknown)."""
+def obstacles(traffic, came):
+    """[(vehicle, lane that it blocks, its rear end there in m, edge to which that lane leads)] of an env.road.Traffic.
+
+    `came` [N] is the last lane of each vehicle that was on another edge (-1 = unknown).
+    """
     road, found = traffic.road, []
     for j in np.flatnonzero((traffic.rear[:-1] < 0) & (came >= 0)):
-        lane = came[j]
-        ways = np.flatnonzero(road.link_edge[lane] == road.lane_edge[traffic.lane[j]])
+        lane, edge = came[j], road.lane_edge[traffic.lane[j]]
+        ways = np.flatnonzero(road.link_edge[lane] == edge)
         if not road.internal[lane] and len(ways):  # it crossed the junction within one control step
             crossed = road.link_lane[lane, ways[0]]
             lane = crossed if road.internal[crossed] else lane
         if len(ways) and traffic.lane[j] not in road.link_lane[lane]:  # else it is found in the ordinary way
-            found.append((j, lane, road.lane_length[lane] + traffic.rear[j]))
+            found.append((j, lane, road.lane_length[lane] + traffic.rear[j], edge))
+    for j in np.flatnonzero(road.meets[traffic.lane]):
+        lane = traffic.lane[j]
+        edge, rear = road.lane_edge[road.link_lane[lane, 0]], traffic.rear[j] - road.lane_length[lane]
+        found += [(j, other, road.lane_length[other] + rear, edge) for other in road.met_by[lane]]
     return found
 
 
-def hold_back(traffic, tail, lane, who, gap, speed):
-    """Let the vehicles that would be on `lane` [..., N] follow the owner of the tail where it is nearer than `gap`."""
-    road, (owner, blocked, rear) = traffic.road, tail
-    target = road.lane_edge[traffic.lane[owner]]
-    leads_here = ((road.link_lane == blocked) & (road.link_edge == target)).any(1)
+def hold_back(traffic, obstacle, lane, who, gap, speed):
+    """Let the vehicles behind the obstacle that would be on `lane` [..., N] follow it where it is nearer than `gap`."""
+    road, (owner, blocked, rear, edge) = traffic.road, obstacle
+    leads_here = ((road.link_lane == blocked) & (road.link_edge == edge)).any(1)
     way = np.where(lane == blocked, rear - traffic.pos, np.inf)
-    before = (lane >= 0) & leads_here[lane] & (traffic.routes[traffic.route_at + 1] == target)
+    before = (lane >= 0) & leads_here[lane] & (traffic.routes[traffic.route_at + 1] == edge)
     way = np.where(before, road.lane_length[lane] - traffic.pos + rear, way)
-    nearer = (way < gap) & (traffic.everybody != owner)
+    nearer = (way < gap) & (way > -traffic.length[owner]) & (traffic.everybody != owner)
     who[nearer], gap[nearer], speed[nearer] = owner, way[nearer], traffic.speed[owner]
+
+
+def meeting_lanes(internal, link_lane):
+    """{junction lane: the other junction lanes that end where it ends}, of those that are not alone there."""
+    at = {}
+    for lane in np.flatnonzero(internal & (link_lane[:, 0] >= 0)):
+        at.setdefault(int(link_lane[lane, 0]), []).append(int(lane))
+    return {lane: [other for other in group if other != lane] for group in at.values() for lane in group
+            if len(group) > 1}

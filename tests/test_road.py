@@ -321,7 +321,7 @@ def test_tail_of_who_changed_lanes_behind_a_junction_is_in_front(came):
     came behind saw an empty road, and drove into it."""
     traffic = Scene(FROM_RAMP, came=[came, "m_0", "", "", "a_0"]).traffic
     who, gap, speed = traffic.ahead(traffic.lane)
-    assert who.tolist() == [-1, 0, 1, 4, -1]  # who comes from a follows the one on b_0 as before
+    assert who.tolist() == [-1, 0, 1, 1, -1]
     np.testing.assert_allclose(gap[:3], [78.0, 6 + 2 - 6 - 1.0, 5 + 1.0 - 4])
     assert speed[1] == 3.0
     alone = Scene([FROM_RAMP[0], *FROM_RAMP[2:]], came=[came, "", "", "a_0"]).traffic  # nobody in between
@@ -334,9 +334,25 @@ def test_tail_of_who_changed_lanes_behind_a_junction_is_in_front(came):
 def test_tail_is_on_no_other_lane(came):
     """Unknown, in the lane that leads to its own, or from nowhere near."""
     traffic = Scene(FROM_RAMP, came=came).traffic
-    assert traffic.tails == [] and traffic.ahead(traffic.lane)[0].tolist() == [-1, 4, 1, 4, -1]
+    assert 0 not in [owner for owner, *_ in traffic.obstacles]
+    assert traffic.ahead(traffic.lane)[0].tolist() == [-1, 4, 1, 1, -1]
 
 
 def test_vehicle_that_has_passed_has_no_tail():
     traffic = Scene([("b_1", 6.5, 3.0, 6.0, 2, 1), *FROM_RAMP[1:]], came=[":J_2_0", "m_0", "", "", "a_0"]).traffic
-    assert traffic.tails == []
+    assert 0 not in [owner for owner, *_ in traffic.obstacles]
+
+
+# ---- junction lanes that meet ------------------------------------------------------------------------------------
+
+def test_who_is_nearer_to_the_point_where_junction_lanes_meet_is_in_front():
+    """:J_0_0 (5 m, from a) and :J_2_0 (6 m, from the ramp) both end where b_0 begins: with SUMO's right of way alone,
+    an ICV drove into the side of one on the other lane."""
+    vehicles = [(":J_0_0", 4.0, 3.0, 4.0, 0, 0), (":J_2_0", 2.0, 5.0, 4.0, 2, 0), ("m_0", 40.0, 6.0, 4.0, 2, 0),
+                ("a_0", 90.0, 7.0, 4.0, 0, 0), ("b_0", 70.0, 8.0, 4.0, 0, 1), ("a_1", 95.0, 9.0, 4.0, 1, 0)]
+    traffic = Scene(vehicles, came=[""] * 6).traffic
+    who, gap, speed = traffic.ahead(traffic.lane)
+    assert who.tolist() == [4, 0, 1, 1, -1, -1]  # to c, over another junction lane, nobody is in the way
+    np.testing.assert_allclose(gap[1:4], [(6 - 2) - (5 - 4) - 4, 50 - 40 + 2 - 4, 100 - 90 + 5 - (6 - 2) - 4])
+    assert speed[1] == 3.0 and sorted(traffic.road.met_by) == sorted(traffic.road.lane_index[n] for n in (
+        ":J_0_0", ":J_2_0"))
