@@ -26,7 +26,7 @@ def draw(path, result, interval, episode, predicted):
         axes.remove()
     time_space(figure.add_subplot(grid[1, 1:]), episode, predicted, interval)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     print(f"picture: {path}")
 
 
