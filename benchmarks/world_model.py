@@ -1,6 +1,6 @@
 """Does the world model predict SUMO's traffic better than simple rules?
 
-    python -m benchmarks.world_model --config configs/world_model.yaml --seeds 1-3 --json wm.json --plot wm.png
+    python -m benchmarks.world_model --seeds 1-3 --json world_model.json --plot world_model.png
 
 Trains phase 1 once per seed in runs/<name>-seed<N> (what is finished is not repeated). With `data.seed` set, all seeds
 share one data set and differ in first weights, order and augmentation only; otherwise each records traffic of its own
@@ -36,7 +36,7 @@ from runtime.training import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"
-SEEDS, FIT_SEEDS = 1001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
+SEEDS, FIT_SEEDS = 3001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
 DENSE_GAP = 50.0               # m; who has a leader nearer than this is in dense traffic
 FIELDS = (*INPUTS, "fresh", "moved", "conflict")
 
@@ -151,6 +151,7 @@ def table(scene, rows, models, horizon):
 
 def main():
     def add(parser):
+        parser.set_defaults(config="configs/world_model.yaml")
         parser.add_argument("--seeds", default="1-3", help="training seeds")
         parser.add_argument("--scenes", default=SCENES, help="scenario:demand scale, ...; IDM is fitted to the first")
         parser.add_argument("--controllers", default="none", help="who drives the ICVs, in turn by episode")
