@@ -198,14 +198,14 @@ def test_evaluation_repeats_an_episode_that_was_lost(cfg, scenarios):
 
 def test_training_survives_killed_simulators_and_workers(tmp_path):
     """Through the real command line, with a SUMO or a worker killed every half second."""
-    words = ["--config", str(ROOT / "configs/smoke.yaml"), "phase2.iterations=3", "phase2.train_batch_size=400",
+    words = ["--config", str(ROOT / "configs/smoke.yaml"), "phase2.iterations=4", "phase2.train_batch_size=400",
              "phase2.fragment_length=100", "env.horizon_s=100", "rollout.restarts=10", "run.threads=1"]
     process = subprocess.Popen([sys.executable, str(ROOT / "train_rl.py"), *words], cwd=tmp_path, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, rng, kills = tmp_path / "runs/smoke/metrics.jsonl", np.random.default_rng(0), 0
     started = lambda: [pid for pid in process_tree(process.pid)  # noqa: E731
                        if component(pid) in ("sumo", "rollout worker")]
-    while process.poll() is None and len(started()) < 6:  # the check of the scenario has one SUMO only
+    while process.poll() is None and not metrics.exists():  # from now on everybody simulates
         time.sleep(0.02)
     while process.poll() is None and kills < 4:
         time.sleep(0.5)
@@ -218,6 +218,6 @@ def test_training_survives_killed_simulators_and_workers(tmp_path):
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    assert [row["epoch"] for row in rows] == [1, 2, 3] and kills == 4
-    assert 1 <= sum(row["lost_steps"] for row in rows) <= 8 and "lost" in err
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4] and kills > 1
+    assert 1 <= sum(row["lost_steps"] for row in rows) <= 2 * kills and "lost" in err
     assert all(np.isfinite(row["loss"]) for row in rows)
