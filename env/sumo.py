@@ -48,7 +48,7 @@ class Sumo:
             if self.client.simulation.getOption("save-state.prefix") != token:
                 raise SumoError(f"port {port} belongs to somebody else's SUMO")
             self.client._socket.settimeout(self.call_timeout_s)
-        except (TraCIException, FatalTraCIError) as error:
+        except (TraCIException, FatalTraCIError, OSError) as error:
             raise self._failure(f"SUMO refused its input: {error}") from None
         except SumoError:
             self.close()
@@ -178,14 +178,24 @@ class Sumo:
             routes.append(edges or [])
         return routes
 
+    def _ask(self, question):
+        """What `question()` finds out with the stock client; SumoError when SUMO dies meanwhile."""
+        try:
+            return question()
+        except (TraCIException, FatalTraCIError, OSError, AttributeError) as error:
+            raise self._failure(f"connection to SUMO lost: {error}") from None
+
     def time(self):
         """Simulated time, s."""
-        return self.client.simulation.getTime()
+        return self._ask(lambda: self.client.simulation.getTime())
 
     def road_lanes(self):
         """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road.from_lanes`."""
-        lane = self.client.lane
-        return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
+        def read():
+            lane = self.client.lane
+            return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)])
+                    for i in lane.getIDList()]
+        return self._ask(read)
 
 
 def open_simulator(arguments, env_cfg):

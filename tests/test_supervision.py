@@ -14,6 +14,8 @@ import torch
 from test_workers import ROOT, command, equal, processes, snapshot
 
 from configs import Config
+from env.launch import SumoError
+from env.traffic_env import make_env
 from env.workers import WorkerError, make_pool
 from evaluate import evaluate
 from models import objectives
@@ -105,6 +107,21 @@ def test_worker_lost_between_two_steps_of_another_group(cfg, scenarios):
             pool.receive(group)
             lost.append(bool(pool.arrays["lost"][group[0]]))
         assert lost == [True, True, False, False]
+
+
+@pytest.mark.parametrize("question", ["time", "road_lanes"])
+def test_simulator_that_dies_during_a_rare_question_is_an_error_of_its_own_kind(cfg, scenarios, ends_soon, question):
+    """The stock client's exceptions came through: killed in the middle of a reset, SUMO was not replaced but ended the
+    run."""
+    env = make_env(cfg, scenarios)
+    env.reset(seed=1)
+    pid = env.simulator.process.pid
+    os.kill(pid, KILL)
+    with pytest.raises(SumoError, match=r"connection to SUMO lost.*exit code -9"):
+        getattr(env.simulator, question)()
+    assert ends_soon([pid]) and not env.simulator.alive
+    env.reset(seed=1)  # in a new process
+    env.close()
 
 
 def test_simulator_that_never_comes_up_again_is_an_error_in_its_own_words(cfg, scenarios, tmp_path, capfd):
