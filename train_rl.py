@@ -61,14 +61,15 @@ def phase2(cfg, team, stop):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         span = Span(pool.num_envs, team)
         steps = steps_per_env(p, span, team)
-        policy, rule = (make(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
-                        for make in (Driver, functools.partial(RuleDriver, lambda: imitated(cfg))))
-        collector = Collector(pool, policy, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
+        imitate = c["epoch"] < p.imitate_iterations
+        driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast, imitate)
+        collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
         boundary = True
         while c["epoch"] < p.iterations:
-            imitate = c["epoch"] < p.imitate_iterations
+            if imitate and c["epoch"] == p.imitate_iterations:
+                imitate = False
+                collector.driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
-                collector.driver = rule if imitate else policy
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
@@ -168,6 +169,12 @@ def summarise(team, batch):
         float(batch["reward"].sum()), float(batch["cost"].sum()), batch["reward"].numel(),
         float((batch["release"] & active).sum()), float(active.sum())])
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
+
+
+def make_driver(cfg, model, envs, device, autocast, imitate=False):
+    """Who commands the ICVs: the policy, or the rule that it imitates."""
+    kind = functools.partial(RuleDriver, lambda: imitated(cfg)) if imitate else Driver
+    return kind(model, envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 
 def imitated(cfg):

@@ -24,6 +24,7 @@ from configs.command_line import parse
 from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
 from evaluate import mean_ci, parse_seeds
+from runtime.training import run_script
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
 CLOSED = ("ring", "figure_eight")
@@ -155,8 +156,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ConfigError, SumoError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_script(main, (ConfigError, SumoError)))

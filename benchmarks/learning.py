@@ -17,6 +17,7 @@ from configs import ConfigError
 from configs.command_line import parse
 from evaluate import mean_ci, parse_seeds
 from runtime.metrics import read_metrics
+from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,8 +82,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_script(main, (ConfigError,)))

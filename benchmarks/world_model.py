@@ -32,7 +32,7 @@ from models import objectives
 from models.policy import TrafficModel
 from models.risk_gnn import INPUTS, SPEED
 from runtime import checkpoint
-from runtime.training import schema
+from runtime.training import run_script, schema
 
 ROOT = Path(__file__).resolve().parent.parent
 SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"
@@ -191,8 +191,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (ConfigError, SumoError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run_script(main, (ConfigError, SumoError)))

@@ -63,6 +63,8 @@ class Environments:
             except SumoError as error:
                 self._replace(index, error)
                 lost = True
+        for name in ("reward", "cost", "terminated", "truncated", "seconds") if lost else ():
+            self.arrays[name][index] = 0
         if seed is not None and (what == "reset" or summary or lost):
             self._reset(index, seed)
         self.arrays["lost"][index] = lost
@@ -72,12 +74,9 @@ class Environments:
         """One control step; returns the summary of the episode if it ended."""
         env, a = self.envs[index], self.arrays
         views = {name: a[name][index] for name in self.final}
-        for name in ("reward", "cost", "terminated", "truncated", "seconds"):
-            a[name][index] = 0  # what a lost step is worth
-        _, reward, terminated, truncated, info = env.command(a["slot"][index], a["accel"][index], a["lane"][index],
-                                                             a["brake"][index], views)
-        a["reward"][index], a["cost"][index] = reward, info["cost"]
-        a["terminated"][index], a["truncated"][index] = terminated, truncated
+        _, a["reward"][index], a["terminated"][index], a["truncated"][index], info = env.command(
+            a["slot"][index], a["accel"][index], a["lane"][index], a["brake"][index], views)
+        a["cost"][index] = info["cost"]
         a["seconds"][index] = *env.seconds, self.idle
         self.idle = 0.0
         if "episode" not in info:

@@ -26,16 +26,14 @@ class RuleDriver(Driver):
         """As in Driver; the arrays go with the result, because rules read those."""
         return {**super().perceive(observation, envs, remember), "arrays": observation, "envs": envs}
 
-    @torch.inference_mode()
-    def decide(self, seen, noise=None):
-        """As in Driver; `log_prob` stays that of the policy's own choice, which nobody learns from."""
-        choice, _ = super().decide(seen, noise)
+    def choose(self, seen, noise):
+        """The rule's choice; `log_prob` stays that of the policy's own, which nobody learns from."""
+        choice = super().choose(seen, noise)
         for row, env in enumerate(seen["envs"]):
             observation = {name: value[row] for name, value in seen["arrays"].items()}
             wanted = self.rules[env](observation, choice["picks"].shape[1])
-            follow({name: value[row] for name, value in choice.items() if value.dim() > 1}, wanted,
-                   seen["slots"][row][seen["valid"][row]])
-        return choice, self.commands(seen, choice)
+            follow({name: value[row] for name, value in choice.items()}, wanted, seen["slots"][row][seen["valid"][row]])
+        return choice
 
 
 def follow(choice, wanted, slots):

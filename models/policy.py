@@ -121,14 +121,18 @@ class Driver:
 
     @torch.inference_mode()
     def decide(self, seen, noise=None):
-        """Controller's choice and the shield's verdict: (choice, commands) with commands as arrays for the pool.
+        """A choice and the shield's verdict: (choice, commands) with commands as arrays for the pool.
 
         `noise` as in Controller.select; without it the choice is deterministic.
         """
-        noise = noise if noise is None else [x.to(self.device) for x in noise]
-        choice = self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], noise)
+        choice = self.choose(seen, noise)
         choice["value"], choice["cost_value"] = self.values(seen)
         return choice, self.commands(seen, choice)
+
+    def choose(self, seen, noise):
+        """The controller's choice (Controller.select)."""
+        noise = noise if noise is None else [x.to(self.device) for x in noise]
+        return self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], noise)
 
     @torch.inference_mode()
     def values(self, seen):

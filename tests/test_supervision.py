@@ -102,10 +102,13 @@ def test_worker_lost_between_two_steps_of_another_group(cfg, scenarios):
         pool.receive([0])
         os.kill(pool.processes[0].pid, KILL)
         lost = []
+        pool.arrays["reward"][:] = pool.arrays["truncated"][:] = 1
         for group in ([1], [0], [1], [0]):
             pool.send(group, [1])
             pool.receive(group)
             lost.append(bool(pool.arrays["lost"][group[0]]))
+            if lost[-1]:  # they once kept what the step before had left there
+                assert pool.arrays["reward"][group[0]] == 0 and not pool.arrays["truncated"][group[0]]
         assert lost == [True, True, False, False]
 
 
