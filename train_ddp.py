@@ -271,7 +271,7 @@ def make_sequences(cfg, team, batch, multiplier):
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, **{"return": returns.T})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
-             "release", "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts",
+             "release", "pace", "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts",
              "speed")
     sequences = {name: by_env[name].unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
                  for name in names}

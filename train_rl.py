@@ -35,7 +35,8 @@ from runtime.training import (Progress, episode_facts, first_weights, mean_logs,
                               save_config, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
-LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "log_prob", "advantage", "return", "cost_return")
+LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
+         "cost_return")
 
 
 def phase2(cfg, team, stop):

@@ -68,7 +68,7 @@ class Controller(nn.Module):
         self.impact = mlp(2 * z + own, sizes.score_hidden, sizes.score_hidden, 1, final_gain=0.1)
         self.alpha, self.beta = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
         self.trunk = mlp(self.features + self.scene_features, sizes.action_hidden, sizes.action_hidden)
-        self.action = mlp(sizes.action_hidden, sizes.action_hidden, 5, final_gain=0.01)  # accel, 3 lanes, release
+        self.action = mlp(sizes.action_hidden, sizes.action_hidden, 6, final_gain=0.01)  # accel, 3 lanes, 2 gates
         self.log_std = nn.Parameter(torch.full((), -0.7))
         self.value = ScaledValue(self.scene_features, sizes.value_hidden)
         self.cost_value = ScaledValue(self.scene_features, sizes.value_hidden)
@@ -100,40 +100,44 @@ class Controller(nn.Module):
     def heads(self, candidates, scene, lanes):
         """Action parameters of picked candidates [B, K, F]; lanes [B, K, 3] says which changes exist.
 
-        Returns (mean of u [B, K], lane log-probabilities [B, K, 3], release logit [B, K]).
+        Returns (mean of u [B, K], lane log-probabilities [B, K, 3], logits [B, K, 2] of release and of commanding the
+        speed too).
         """
         x = self.trunk(torch.cat([candidates, scene[:, None].expand(-1, candidates.shape[1], -1)], -1))
         out = self.action(F.silu(x)).float()
         mean = out[..., 0] * 10 + math.atanh(-ACCEL_CENTRE / ACCEL_RANGE)  # starts at 0 m/s^2
         keep_bias = out.new_tensor([0.0, 2.0, 0.0])                       # lane changes start rare
-        return mean, (out[..., 1:4] * 10 + keep_bias).masked_fill(~lanes, -1e4).log_softmax(-1), out[..., 4] * 10
+        return mean, (out[..., 1:4] * 10 + keep_bias).masked_fill(~lanes, -1e4).log_softmax(-1), out[..., 4:] * 10
 
     def values(self, scene):
         """(value, cost value), each [B], in units of reward and of cost."""
         return self.value(scene), self.cost_value(scene)
 
     def select(self, candidates, valid, scene, noise=None):
-        """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, log_prob.
+        """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, pace, log_prob.
 
-        `noise` is (uniform [B, 4 * K + C or more], standard normal [B, K]); without it the choice is deterministic.
+        A released pick gets no command; one without `pace` a lane only, its driver keeps the speed. `noise` is (uniform
+        [B, 5 * K + C or more], standard normal [B, K]); without it the choice is deterministic.
         """
         scores, k = self.scores(candidates, valid), min(self.k, candidates.shape[1])
         if noise is not None:
             uniform, normal = noise
-            lane_noise, gate, pick_noise = uniform.split([3 * self.k, self.k, uniform.shape[1] - 4 * self.k], 1)
+            lane_noise, gate, pick_noise = uniform.split([3 * self.k, 2 * self.k, uniform.shape[1] - 5 * self.k], 1)
         noisy = scores if noise is None else scores + gumbel(pick_noise[:, :scores.shape[1]])
         top, picks = noisy.topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
         pad, there = (0, self.k - k), torch.isfinite(top)
         chosen = {"picks": F.pad(picks * there, pad), "valid": F.pad(there, pad)}
         picked = _take(candidates, chosen["picks"])
-        mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
+        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
         if noise is None:
-            chosen.update(u=mean, lane=lane_logp.argmax(-1), release=release > 0)
+            chosen.update(u=mean, lane=lane_logp.argmax(-1))
+            opened = gates > 0
         else:
             chosen.update(u=mean + self.log_std.exp() * normal,
-                          lane=(lane_logp + gumbel(lane_noise).view_as(lane_logp)).argmax(-1),
-                          release=gate < release.sigmoid())
-        chosen["log_prob"] = self._log_prob(scores, chosen, mean, lane_logp, release)
+                          lane=(lane_logp + gumbel(lane_noise).view_as(lane_logp)).argmax(-1))
+            opened = gate.view_as(gates) < gates.sigmoid()
+        chosen["release"], chosen["pace"] = opened.unbind(-1)
+        chosen["log_prob"] = self._log_prob(scores, chosen, mean, lane_logp, gates)
         return chosen
 
     def evaluate(self, candidates, valid, scene, chosen):
@@ -142,25 +146,27 @@ class Controller(nn.Module):
 
     def evaluate_picked(self, scores, picked, scene, chosen):
         """The same from the scores [B, C] and the picked candidates [B, K, F]."""
-        mean, lane_logp, release = self.heads(picked, scene, lane_choices(picked))
-        log_prob = self._log_prob(scores, chosen, mean, lane_logp, release)
-        return log_prob, self._entropy(scores, chosen["valid"], lane_logp, release)
+        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
+        log_prob = self._log_prob(scores, chosen, mean, lane_logp, gates)
+        return log_prob, self._entropy(scores, chosen["valid"], lane_logp, gates)
 
-    def _log_prob(self, scores, chosen, mean, lane_logp, release):
-        """One log-probability per pick: being picked, released or not, and if not, acceleration and lane."""
-        keep = F.logsigmoid(-release) + lane_logp.gather(-1, chosen["lane"][..., None])[..., 0] + _normal_log_prob(
-            chosen["u"], mean, self.log_std)
+    def _log_prob(self, scores, chosen, mean, lane_logp, gates):
+        """One log-probability per pick: being picked, released or not, and if not, the lane, and the speed or not."""
+        release, pace = gates.unbind(-1)
+        speed = torch.where(chosen["pace"], F.logsigmoid(pace) + _normal_log_prob(chosen["u"], mean, self.log_std),
+                            F.logsigmoid(-pace))
+        keep = F.logsigmoid(-release) + lane_logp.gather(-1, chosen["lane"][..., None])[..., 0] + speed
         action = torch.where(chosen["release"], F.logsigmoid(release), keep)
         return torch.where(chosen["valid"], plackett_luce(scores, chosen["picks"], chosen["valid"]) + action, 0.0)
 
-    def _entropy(self, scores, valid, lane_logp, release):
+    def _entropy(self, scores, valid, lane_logp, gates):
         """Entropy of the first pick plus the mean entropy of the picks' actions, [B]."""
         pick = torch.where(torch.isfinite(scores), scores, torch.full_like(scores, -1e4)).log_softmax(-1)
         first = -(pick.exp() * pick).sum(-1) * valid.any(-1)
-        p = release.sigmoid()
-        gate = F.binary_cross_entropy_with_logits(release, p, reduction="none")
-        action = -(lane_logp.exp() * lane_logp).sum(-1) + self.log_std + 0.5 * math.log(2 * math.pi * math.e)
-        each = torch.where(valid, gate + (1 - p) * action, 0.0)
+        released, pace = gates.sigmoid().unbind(-1)
+        gate, speed = F.binary_cross_entropy_with_logits(gates, gates.sigmoid(), reduction="none").unbind(-1)
+        speed = speed + pace * (self.log_std + 0.5 * math.log(2 * math.pi * math.e))
+        each = torch.where(valid, gate + (1 - released) * (speed - (lane_logp.exp() * lane_logp).sum(-1)), 0.0)
         return first + each.sum(-1) / valid.sum(-1).clamp(min=1)
 
 

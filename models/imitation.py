@@ -47,11 +47,12 @@ def follow(choice, wanted, slots):
     choice["valid"][:] = torch.arange(len(choice["valid"])) < len(picks)
     choice["picks"][:len(picks)] = torch.tensor(picks, dtype=torch.long)
     choice["release"][:n], choice["release"][n:] = False, True
-    choice["u"][:n] = pre_squash(torch.as_tensor(wanted[1][own], dtype=torch.float32))
+    accel = torch.as_tensor(wanted[1][own], dtype=torch.float32)
+    choice["pace"][:n], choice["u"][:n] = ~accel.isnan(), pre_squash(accel.nan_to_num(0.0))
     choice["lane"][:n] = torch.as_tensor(wanted[2][own])
 
 
 def pre_squash(accel):
-    """Inverse of controller.acceleration, m/s^2 -> u; NaN ("the driver keeps the speed") becomes 0 m/s^2."""
-    share = (accel.nan_to_num(0.0) - ACCEL_CENTRE) / ACCEL_RANGE
+    """Inverse of controller.acceleration, m/s^2 -> u, a little inside the limits."""
+    share = (accel - ACCEL_CENTRE) / ACCEL_RANGE
     return torch.atanh(share.clamp(-0.95, 0.95))

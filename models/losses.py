@@ -111,7 +111,7 @@ class PPOLoss(nn.Module):
 
 def stored_choice(batch):
     """What the policy chose, under the names of Controller.select."""
-    return {**{name: batch[name] for name in ("picks", "u", "lane", "release")}, "valid": batch["pick_valid"]}
+    return {**{name: batch[name] for name in ("picks", "u", "lane", "release", "pace")}, "valid": batch["pick_valid"]}
 
 
 def ppo_terms(controller, evaluated, scene, batch, ppo, count):

@@ -4,7 +4,7 @@ import contextlib
 import torch
 from torch import nn
 
-from models.controller import Controller, acceleration
+from models.controller import KEEP, Controller, acceleration
 from models.presets import FULL_RANGES, PRESETS
 from models.risk_gnn import INPUTS, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
@@ -142,9 +142,9 @@ class Driver:
     def commands(self, seen, choice):
         """Slots, accelerations, lanes and brakes [B, K] after the shield, as numpy arrays, and its reasons."""
         picks = choice["picks"]
-        active = choice["valid"] & ~choice["release"]
+        active = choice["valid"] & ~choice["release"] & (choice["pace"] | (choice["lane"] != KEEP))
         at = lambda x: x.gather(1, picks)  # noqa: E731
-        wanted = acceleration(choice["u"])
+        wanted = torch.where(choice["pace"], acceleration(choice["u"]), torch.nan)  # NaN: the driver keeps the speed
         accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
         if self.shield:
             near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))

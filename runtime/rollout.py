@@ -13,7 +13,7 @@ import torch
 
 from runtime.storage import Rollout
 
-STORED = ("picks", "u", "lane", "release", "log_prob", "value", "cost_value")
+STORED = ("picks", "u", "lane", "release", "pace", "log_prob", "value", "cost_value")
 SEQUENCE = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")  # what phase 3 needs of the observation
 
 
@@ -88,7 +88,7 @@ class Collector:
     def _noise(self, group):
         """What the group's actions are sampled with (Controller.select): each environment draws from its own stream."""
         k, n = self.pool.arrays["slot"].shape[1], self.driver.max_vehicles
-        uniform = np.stack([self.noise[e].random(4 * k + n, np.float32) for e in group])
+        uniform = np.stack([self.noise[e].random(5 * k + n, np.float32) for e in group])
         normal = np.stack([self.noise[e].standard_normal(k, np.float32) for e in group])
         return torch.from_numpy(uniform), torch.from_numpy(normal)
 

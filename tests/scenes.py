@@ -38,7 +38,7 @@ def scene(vehicles, slots, seed=0, batch=2, k=5):
 def noise(candidates, seed, k=5):
     """What Controller.select samples with, for candidates [B, C, F]."""
     g, (batch, width) = torch.Generator().manual_seed(seed), candidates.shape[:2]
-    return torch.rand(batch, 4 * k + width, generator=g), torch.randn(batch, k, generator=g)
+    return torch.rand(batch, 5 * k + width, generator=g), torch.randn(batch, k, generator=g)
 
 
 def close(ours, theirs):

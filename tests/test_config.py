@@ -362,3 +362,10 @@ def test_wrong_dictionary_names_its_source():
     tree["graph"]["k_min"] = 60
     with pytest.raises(ConfigError, match=r"^runs/x: graph.k_min=60"):
         from_dict(tree, "runs/x")
+
+
+def test_off_is_a_value_like_others():
+    """`phase1.amp.dtype=off` was refused ("False is not valid"): YAML reads off as false."""
+    assert load_config("configs/smoke.yaml", ["phase1.amp.dtype=off"]).phase1.amp.dtype == "off"
+    with pytest.raises(ConfigError, match="env.backend: False is not valid"):
+        load_config("configs/smoke.yaml", ["env.backend=off"])

@@ -133,7 +133,8 @@ def actions(rand, *shape):
     """A stored choice of up to five of six candidates, and the numbers PPO needs beside it."""
     picks = rand(*shape, 6).argsort(-1)[..., :5]
     return {"picks": picks, "pick_valid": torch.arange(5) < (rand(*shape, 1) * 6).long(), "u": rand(*shape, 5) - 0.5,
-            "lane": torch.ones_like(picks), "release": rand(*shape, 5) < 0.3, "log_prob": -2 - 2 * rand(*shape, 5),
+            "lane": torch.ones_like(picks), "release": rand(*shape, 5) < 0.3, "pace": rand(*shape, 5) < 0.6,
+            "log_prob": -2 - 2 * rand(*shape, 5),
             "advantage": 2 * rand(*shape) - 1, "return": rand(*shape) * 2, "cost_return": rand(*shape)}
 
 

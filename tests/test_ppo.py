@@ -47,7 +47,8 @@ def rollout_of(controller, folder=None, spill_mb=0):
         rollout.append(t, range(E), {"candidates": number(9, controller.features).astype(np.float16)}, many)
         rollout.put(t, list(range(E)), {
             "scene": number(controller.scene_features).astype(np.float16), "picks": picks, "pick_valid": valid,
-            "u": number(K), "lane": np.ones((E, K), int), "release": number(K) > 0, "log_prob": number(K) - 3,
+            "u": number(K), "lane": np.ones((E, K), int), "release": number(K) > 0, "pace": number(K) > 0,
+            "log_prob": number(K) - 3,
             **{name: number() for name in ("advantage", "return", "cost_return", "reward", "cost")}})
     return rollout
 
@@ -82,7 +83,7 @@ def padded_loss(controller, rollout, steps, ppo, count):
     """The same loss from padded candidates, term by term."""
     flat = {name: rollout[name].flatten(0, 1)[steps] for name in (*rollout.fixed, "candidates")}
     valid = torch.arange(9) < torch.from_numpy(rollout.count["candidates"].ravel()[steps])[:, None]
-    chosen = {"valid": flat["pick_valid"], **{name: flat[name] for name in ("picks", "u", "lane", "release")}}
+    chosen = {"valid": flat["pick_valid"], **{name: flat[name] for name in ("picks", "u", "lane", "release", "pace")}}
     scene = flat["scene"].float()
     log_prob, entropy = controller.evaluate(flat["candidates"].float(), valid, scene, chosen)
     policy, *_ = objectives.ppo_loss(log_prob, flat["log_prob"], flat["advantage"], chosen["valid"], ppo.clip, count)

@@ -134,8 +134,8 @@ class CheckingDriver:
         for number, uniform, normal in zip(seen["scene"].tolist(), *noise):
             self.drawn[number] = torch.cat([uniform, normal])
         value, two = seen["scene"].float(), seen["scene"][:, None].repeat(1, 2)
-        choice = {**dict.fromkeys(("picks", "u", "lane", "release", "log_prob"), two), "valid": two > 0, "value": value,
-                  "cost_value": value + 0.125}
+        choice = {**dict.fromkeys(("picks", "u", "lane", "release", "pace", "log_prob"), two), "valid": two > 0,
+                  "value": value, "cost_value": value + 0.125}
         slot = np.array([[NOBODY, 3]] * len(value))
         commands = {"slot": slot, "accel": two.numpy(), "lane": two.numpy() % 3, "brake": 0 * slot,
                     "reason": np.array([[5, 1]] * len(value))}
@@ -172,7 +172,7 @@ def test_collector_neither_loses_nor_doubles_nor_swaps_a_step(late, sequences):
         assert torch.equal(batch["cost_value"], batch["value"] + 0.125)
         assert torch.equal(batch["next_cost_value"], batch["next_value"] + 0.125)
         assert torch.equal(batch["cost"], (torch.arange(4) + 0.25).expand(10, 4))
-        for name in ("picks", "u", "lane", "release", "log_prob"):
+        for name in ("picks", "u", "lane", "release", "pace", "log_prob"):
             assert torch.equal(batch[name], columns[0][..., None].expand(10, 4, 2)), name
         assert facts["steps"] == 40 and facts["commands"] == 40 and facts["clips"] == 80 and facts["emergencies"] == 40
         episodes += [(e["env"], e["episode"]) for e in facts["episodes"]]
@@ -241,7 +241,7 @@ def test_noise_follows_the_number_among_all_ranks():
     assert same(one[2], second[0]) and same(one[3], second[1])
     flat = torch.cat([torch.stack(env) for env in one])
     assert len(flat.unique(dim=0)) == len(flat) > 40  # never the same twice
-    assert flat.shape[1] == 4 * 2 + MAX_SLOTS + 2
+    assert flat.shape[1] == 5 * 2 + MAX_SLOTS + 2
 
 
 @pytest.mark.parametrize("change", [{"run_seed": 8}, {"phase": 3}, {"iteration": 1}])

@@ -3,12 +3,13 @@ import copy
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from scenes import build, close, noise, scene
 
-from models.controller import (HAS_LEFT, HAS_RIGHT, NODE_FEATURES, SURROUND_FEATURES, ScaledValue, acceleration,
+from models.controller import (HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES, ScaledValue, acceleration,
                                lane_choices, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
@@ -86,19 +87,20 @@ def test_picks_are_distinct_candidates(small):
 
 
 def test_log_probability_is_that_of_the_parts(small):
-    """pick, then release or not, and only if not the acceleration's density and the lane."""
+    """pick, then release or not, and only if not the lane, the speed or not, and only then its density."""
     c, inputs = small.controller, candidates(small, [8] * 40)
     chosen = c.select(*inputs, noise(inputs[0], 5))
     scores = c.scores(*inputs[:2])
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
-    mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
+    mean, lane, gates = c.heads(picked, inputs[2], lane_choices(picked))
     density = torch.distributions.Normal(mean, c.log_std.exp()).log_prob(chosen["u"])
-    gate = torch.distributions.Bernoulli(logits=release).log_prob(chosen["release"].float())
+    gate, pace = (torch.distributions.Bernoulli(logits=logit).log_prob(chosen[name].float())
+                  for name, logit in zip(("release", "pace"), gates.unbind(-1)))
     steer = torch.distributions.Categorical(logits=lane).log_prob(chosen["lane"])
     expected = plackett_luce(scores, chosen["picks"], chosen["valid"]) + gate + torch.where(
-        chosen["release"], 0.0, density + steer)
+        chosen["release"], 0.0, steer + pace + torch.where(chosen["pace"], density, 0.0))
     torch.testing.assert_close(chosen["log_prob"], expected, rtol=1e-4, atol=1e-4)
-    assert 0.1 < chosen["release"].float().mean() < 0.9  # both kinds occur
+    assert all(0.1 < chosen[name].float().mean() < 0.9 for name in ("release", "pace"))  # both kinds occur
 
 
 def test_entropy_is_that_of_the_parts(small):
@@ -106,10 +108,10 @@ def test_entropy_is_that_of_the_parts(small):
     chosen = c.select(*inputs, noise(inputs[0], 6))
     _, entropy = c.evaluate(*inputs, chosen)
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
-    mean, lane, release = c.heads(picked, inputs[2], lane_choices(picked))
-    gate = torch.distributions.Bernoulli(logits=release)
-    action = torch.distributions.Normal(mean, c.log_std.exp()).entropy() + torch.distributions.Categorical(
-        logits=lane).entropy()
+    mean, lane, gates = c.heads(picked, inputs[2], lane_choices(picked))
+    gate, pace = (torch.distributions.Bernoulli(logits=logit) for logit in gates.unbind(-1))
+    action = torch.distributions.Categorical(logits=lane).entropy() + pace.entropy() + pace.probs * (
+        torch.distributions.Normal(mean, c.log_std.exp()).entropy())
     each = gate.entropy() + (1 - gate.probs) * action
     for row in range(3):
         first = torch.distributions.Categorical(logits=c.scores(*inputs[:2])[row][inputs[1][row]]).entropy()
@@ -123,7 +125,7 @@ def test_gumbel_top_k_samples_plackett_luce(small):
     features, valid, surroundings = candidates(model, [5], 8)
     inputs = [x.expand(draws, *x.shape[1:]) for x in (features, valid, surroundings)]
     with torch.no_grad():
-        model.controller.alpha.mul_(20), model.controller.beta.mul_(20)
+        model.controller.alpha.mul_(50), model.controller.beta.mul_(50)
         chosen = model.controller.select(*inputs, noise(inputs[0], 7, 2))
         scores = model.controller.scores(features, valid)
     pairs = torch.tensor(list(itertools.permutations(range(5), 2)))
@@ -134,17 +136,18 @@ def test_gumbel_top_k_samples_plackett_luce(small):
 
 
 def test_actions_are_sampled_from_their_distributions(small):
-    """Lane and release frequencies, mean and spread of u, over many draws of one candidate."""
+    """Lane and gate frequencies, mean and spread of u, over many draws of one candidate."""
     draws, inputs = 20000, candidates(small, [1], 1, seed=2)
     inputs[0][..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1] = 1.0
     many = [x.expand(draws, *x.shape[1:]) for x in inputs]
     with torch.no_grad():
         chosen = small.controller.select(*many, noise(many[0], 8))
-        mean, lane, release = small.controller.heads(*inputs[::2], torch.ones(1, 1, 3, dtype=torch.bool))
+        mean, lane, gates = small.controller.heads(*inputs[::2], torch.ones(1, 1, 3, dtype=torch.bool))
     u, tolerance = chosen["u"][:, 0], 5 / math.sqrt(draws)
     assert u.mean().item() == pytest.approx(mean.item(), abs=tolerance)
     assert u.std().item() == pytest.approx(small.controller.log_std.exp().item(), abs=tolerance)
-    assert chosen["release"][:, 0].float().mean().item() == pytest.approx(release.sigmoid().item(), abs=tolerance)
+    for name, share in zip(("release", "pace"), gates.sigmoid().flatten().tolist()):
+        assert chosen[name][:, 0].float().mean().item() == pytest.approx(share, abs=tolerance)
     shares = torch.bincount(chosen["lane"][:, 0], minlength=3) / draws
     torch.testing.assert_close(shares, lane.exp()[0, 0], rtol=0, atol=tolerance)
 
@@ -256,14 +259,16 @@ def test_commands_name_slots_of_icvs_and_released_ones_get_none(models):
     driver, obs = Driver(models["small"], 2, 40), observation(3)
     seen = driver.perceive(obs, [0, 1])
     choice, commands = driver.decide(seen, noise(seen["candidates"], 1))
-    active = (choice["valid"] & ~choice["release"]).numpy()
+    active = (choice["valid"] & ~choice["release"] & (choice["pace"] | (choice["lane"] != KEEP))).numpy()
     assert active.any() and not active.all()
     assert (commands["slot"][~active] == 40).all()
     for env in range(2):
         assert obs["icv"][env][commands["slot"][env][active[env]]].all()
     wanted = seen["slots"].gather(1, choice["picks"]).numpy()
     assert (commands["slot"][active] == wanted[active]).all()
-    assert (commands["accel"] <= commands["wanted"] + 1e-6).all() and (commands["reason"][~active] == 0).all()
+    paced = choice["pace"].numpy()
+    assert (commands["accel"] <= commands["wanted"] + 1e-6)[paced].all() and np.isnan(commands["wanted"][~paced]).all()
+    assert (commands["reason"][~active] == 0).all()
 
 
 def test_statistics_reach_the_normalisers():
