@@ -3,6 +3,7 @@
     python evaluate.py --checkpoint runs/quick                                        # its own configuration and seeds
     python evaluate.py --scenario corridor --controllers none,lane_advice --seeds 1001-1020 --out results.json
     python evaluate.py --scenario my.sumocfg --controllers none,policy --checkpoint runs/quick
+    python evaluate.py --config configs/suite.yaml --controllers none,lane_advice     # each variant, and their mean
 
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
@@ -36,6 +37,7 @@ CONTROLLERS = (*BASELINES, "policy")
 LANES = ("left", "keep", "right")
 SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
               "sent_lane")
+NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
 SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
          "teleports", "shield_clips", "shield_emergencies")
 
@@ -152,6 +154,19 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
+def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=print):
+    """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
+    rows, log = [], []
+    for text, variant in zip(cfg.env.suite, cfg.variants()):
+        mine, lines = evaluate(variant, controllers, seeds, model, folder, say)
+        if len(cfg.env.suite) == 1:
+            return mine, lines
+        say(f"\n{text}\n{table(summarise(mine))}\n")
+        rows += [{**row, "variant": text} for row in mine]
+        log += [(*line, text) for line in lines]
+    return rows, log
+
+
 def score(rows, jobs):
     """Rows in the order of the jobs, each with its scores against the row without control of the same seed."""
     by_job = {(row["controller"], row["seed"]): row for row in rows}
@@ -159,13 +174,17 @@ def score(rows, jobs):
 
 
 def summarise(rows):
-    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the mean's 95 % interval (Student's t)."""
-    summary = {}
-    for name in dict.fromkeys(row["controller"] for row in rows):
-        mine = [row for row in rows if row["controller"] == name]
-        metrics = [key for key in mine[0] if key not in ("controller", "seed")]
-        summary[name] = {key: mean_ci([row[key] for row in mine if row[key] is not None]) for key in metrics}
-    return summary
+    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the mean's 95 % interval (Student's t).
+
+    Rows of several variants: the mean over the variants is taken first, seed by seed.
+    """
+    values = {}
+    for row in rows:
+        for key in row.keys() - NAMES:
+            by_seed = values.setdefault(row["controller"], {name: {} for name in row if name not in NAMES})[key]
+            by_seed.setdefault(row["seed"], []).extend([row[key]] if row[key] is not None else [])
+    return {name: {key: mean_ci([np.mean(of_seed) for of_seed in by_seed.values() if of_seed])
+                   for key, by_seed in metrics.items()} for name, metrics in values.items()}
 
 
 def mean_ci(values):
@@ -196,18 +215,22 @@ def table(summary):
 
 
 def write(path, scenario, seeds, rows, log):
-    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv."""
+    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv. Of a
+    suite, "summary" is the mean over its variants and "variants" the summary of each."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
               "summary": summarise(rows)}
+    variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
+    if variants:
+        result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
     path.write_text(json.dumps(result, indent=1))
     with open(path.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     with open(path.with_suffix(".shield.csv"), "w", newline="") as file:
-        csv.writer(file).writerows([SHIELD_LOG, *log])
+        csv.writer(file).writerows([(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
 
 
 def find_checkpoint(path):
@@ -246,7 +269,7 @@ def parse_seeds(text):
 
 def add_options(parser):
     parser.set_defaults(config=None)
-    parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario)")
+    parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario and env.suite)")
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
@@ -262,7 +285,8 @@ def settings(options):
         cfg = load_config(state["config"], options.overrides, source=str(folder))
     else:
         cfg = load_config(options.config_file or "configs/default.yaml", options.overrides)
-    cfg.env.scenario = options.scenario or cfg.env.scenario
+    if options.scenario:
+        cfg.env.scenario, cfg.env.suite = options.scenario, ["same"]
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     controllers = options.controllers.split(",") if options.controllers else cfg.evaluate.controllers
     wrong = [name for name in controllers if name not in CONTROLLERS]
@@ -285,8 +309,10 @@ def main():
     torch.set_num_threads(1)
     folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
     check_scenario(cfg, folder)
-    rows, log = evaluate(cfg, controllers, seeds, model, folder)
-    print(f"\n{cfg.env.scenario}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
+    rows, log = evaluate_suite(cfg, controllers, seeds, model, folder)
+    suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""
+    print(f"\n{cfg.env.scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
+          "interval")
     print(table(summarise(rows)))
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)

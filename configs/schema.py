@@ -32,6 +32,9 @@ class EnvConfig:
     backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
                        choices=("traci", "libsumo"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
+    suite: list[str] = opt(["same"], "variants that take turns, an episode's by its seed: each element is one or more "
+                                     "section.key=value of a scenario, env.scenario, env.demand_scale, env.icv_share, "
+                                     "driver or reward; same = as configured")
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
     warmup_s: float = opt(0.0, "simulated without control before the first observation, s", low=0)
@@ -177,3 +180,8 @@ class Config:
     checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
     evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
     coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")
+
+    def variants(self):
+        """The configuration of each element of `env.suite`, without a suite of its own."""
+        from configs.loader import variant  # which needs the classes of this file
+        return [self] if self.env.suite == ["same"] else [variant(self, text) for text in self.env.suite]
