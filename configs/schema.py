@@ -41,7 +41,7 @@ class EnvConfig:
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
-    max_commands: int = opt(5, "K: ICVs commanded per control step at most; max_vehicles = all", low=1, high=1000)
+    max_commands: int = opt(5, "K: ICVs commanded per control step at most; 1000 = all", low=0, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: safe-speed check and comfort limit of braking off, "
                               "right of way and red lights on", low=0, high=127)
     lane_change_mode: int = opt(1621, "SUMO lane-change mode of commanded ICVs (1621 = SUMO's default)", low=0)
@@ -147,6 +147,8 @@ class EvaluateConfig:
     controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored",
                                  choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
+    selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
+                                    "ahead", choices=("learned", "random", "jam"))
     workers: int = opt(6, "processes that simulate at once", low=1)
 
 

@@ -12,6 +12,7 @@ from configs import Config, ConfigError, load_config
 from configs.loader import variant
 from data.collect import episode_plan
 from env.traffic_env import SumoError, TrafficEnv, check_scenario
+from runtime.scores import mean_ci, summarise
 
 from helpers import episode, equal
 
@@ -92,9 +93,9 @@ def test_collection_combines_variants_with_controllers():
 def test_mean_over_variants_is_taken_seed_by_seed():
     rows = [{"controller": "a", "seed": s, "variant": v, "x": x, "min_ttc": t} for s, v, x, t in (
         (1, "p", 1, None), (2, "p", 3, 2.0), (1, "q", 5, None), (2, "q", 9, None))]
-    summary = evaluate.summarise(rows)["a"]
+    summary = summarise(rows)["a"]
     assert list(summary) == ["x", "min_ttc"] and summary["min_ttc"] == {"mean": 2.0, "ci95": None}
-    assert summary["x"] == evaluate.mean_ci([3.0, 6.0])
+    assert summary["x"] == mean_ci([3.0, 6.0])
 
 
 def test_scores_of_a_suite(tmp_path, scenarios):
