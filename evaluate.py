@@ -3,13 +3,15 @@
     python evaluate.py --checkpoint runs/quick                                        # its own configuration and seeds
     python evaluate.py --scenario corridor --controllers none,lane_advice --seeds 1001-1020 --out results.json
     python evaluate.py --scenario my.sumocfg --controllers none,policy --checkpoint runs/quick
+    python evaluate.py --config configs/suite.yaml --controllers none,lane_advice     # each variant, and their mean
+    python evaluate.py --checkpoint runs/quick --sweep env.max_commands=0,1,2,5,10,1000
+    python evaluate.py --checkpoint runs/quick --controllers policy --sweep evaluate.selection=learned,random,jam
 
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
 """
 import csv
 import json
-import math
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -20,7 +22,7 @@ import torch
 
 from configs import ConfigError, from_dict, load_config
 from configs.command_line import parse
-from env.baselines import BASELINES, make_baseline
+from env.baselines import BASELINES, make_baseline, mean_speed_ahead
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -29,31 +31,44 @@ from models.presets import PRESETS
 from models.risk_gnn import SPEED
 from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
 from runtime import checkpoint
+from runtime.scores import summarise, table
 from runtime.training import run_script, schema
 from train_ddp import USER_ERRORS
 
 CONTROLLERS = (*BASELINES, "policy")
+AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
 LANES = ("left", "keep", "right")
+FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
               "sent_lane")
-SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
-         "teleports", "shield_clips", "shield_emergencies")
 
 
 class PolicyController:
     """The trained model on one environment at a time (so that nothing depends on who else is in the batch)."""
 
     def __init__(self, cfg, model, num_envs):
+        model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
         self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled)
+        self.selection, self.rng = cfg.evaluate.selection, {}
 
     def begin(self, env, seed):
         self.driver.forget(env)
+        self.rng[env] = np.random.default_rng(seed)
 
+    @torch.inference_mode()
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
         seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        _, commands = self.driver.decide(seen)
-        return {name: value[0] for name, value in commands.items()}
+        choice = self.driver.choose(seen, None, self.scores(observation, seen, env))
+        return {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
+
+    def scores(self, observation, seen, env):
+        """Scores of the candidates [1, C] that replace the learned ones; None = learned."""
+        if self.selection == "learned":
+            return None
+        by_slot = (self.rng[env].random(len(observation["mask"])) if self.selection == "random"
+                   else -np.nan_to_num(mean_speed_ahead(observation, AHEAD), nan=NOBODY_AHEAD))
+        return torch.from_numpy(by_slot).float()[seen["slots"]].masked_fill(~seen["valid"], -torch.inf)
 
 
 class BaselineController:
@@ -152,62 +167,42 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
+def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=print):
+    """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
+    rows, log = [], []
+    for text, variant in zip(cfg.env.suite, cfg.variants()):
+        mine, lines = evaluate(variant, controllers, seeds, model, folder, say)
+        if len(cfg.env.suite) == 1:
+            return mine, lines
+        say(f"\n{text}\n{table(summarise(mine))}\n")
+        rows += [{**row, "variant": text} for row in mine]
+        log += [(*line, text) for line in lines]
+    return rows, log
+
+
 def score(rows, jobs):
     """Rows in the order of the jobs, each with its scores against the row without control of the same seed."""
     by_job = {(row["controller"], row["seed"]): row for row in rows}
     return [{**by_job[job], **paired_score(by_job[job], by_job["none", job[1]])} for job in jobs]
 
 
-def summarise(rows):
-    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the mean's 95 % interval (Student's t)."""
-    summary = {}
-    for name in dict.fromkeys(row["controller"] for row in rows):
-        mine = [row for row in rows if row["controller"] == name]
-        metrics = [key for key in mine[0] if key not in ("controller", "seed")]
-        summary[name] = {key: mean_ci([row[key] for row in mine if row[key] is not None]) for key in metrics}
-    return summary
-
-
-def mean_ci(values):
-    """{"mean", "ci95"} of a list of numbers; None where there are too few."""
-    n = len(values)
-    if not n:
-        return {"mean": None, "ci95": None}
-    spread = np.std(values, ddof=1) if n > 1 else None
-    return {"mean": float(np.mean(values)), "ci95": None if n < 2 else float(student_t(n - 1) * spread / math.sqrt(n))}
-
-
-def student_t(freedom, z=1.959964):
-    """97.5 % quantile of Student's t (Cornish-Fisher expansion, within 2 % from 3 degrees of freedom on)."""
-    if freedom < 3:
-        return {1: 12.706, 2: 4.303}[freedom]
-    return (z + (z ** 3 + z) / (4 * freedom) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * freedom ** 2)
-            + (3 * z ** 7 + 19 * z ** 5 + 17 * z ** 3 - 15 * z) / (384 * freedom ** 3))
-
-
-def table(summary):
-    """The summary as text: one line per metric, one column per controller, mean +- 95 % interval."""
-    lines = ["".join([f"{'':20s}", *(f"{name:>22s}" for name in summary)])]
-    for key in SHOWN:
-        cells = [f"{c[key]['mean']:.3f}" + (f" +- {c[key]['ci95']:.3f}" if c[key]["ci95"] is not None else "")
-                 for c in summary.values()]
-        lines.append("".join([f"{key:20s}", *(f"{cell:>22s}" for cell in cells)]))
-    return "\n".join(lines)
-
-
 def write(path, scenario, seeds, rows, log):
-    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv."""
+    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv. Of a
+    suite, "summary" is the mean over its variants and "variants" the summary of each."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
               "summary": summarise(rows)}
+    variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
+    if variants:
+        result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
     path.write_text(json.dumps(result, indent=1))
     with open(path.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
     with open(path.with_suffix(".shield.csv"), "w", newline="") as file:
-        csv.writer(file).writerows([SHIELD_LOG, *log])
+        csv.writer(file).writerows([(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
 
 
 def find_checkpoint(path):
@@ -246,24 +241,42 @@ def parse_seeds(text):
 
 def add_options(parser):
     parser.set_defaults(config=None)
-    parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario)")
+    parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario and env.suite)")
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
+    parser.add_argument("--sweep", metavar="KEY=A,B", help="score all with each value of a setting in turn")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
 
 
+def sweep(text):
+    """{what is added to the controllers' names: overrides} of --sweep KEY=A,B,C; without it, nothing is changed."""
+    if not text:
+        return {"": []}
+    key, _, values = text.partition("=")
+    return {f" {key.rpartition('.')[2]}={value}": [f"{key}={value}"] for value in values.split(",")}
+
+
+def configuration(options, changes, state, folder):
+    """The configuration of one evaluation; of a checkpoint, its run's own unless a file is named."""
+    overrides = [*options.overrides, *changes]
+    if options.config_file is None and state is not None:
+        cfg = load_config(state["config"], overrides, source=str(folder))
+    else:
+        cfg = load_config(options.config_file or "configs/default.yaml", overrides)
+    if options.scenario:
+        cfg.env.scenario, cfg.env.suite = options.scenario, ["same"]
+    cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
+    return cfg
+
+
 def settings(options):
-    """(configuration, controllers, seeds, model or None) from the command line."""
+    """({name of a sweep's value: configuration}, controllers, seeds, model or None) from the command line."""
     state = folder = None
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)
-    if options.config_file is None and state is not None:  # the run's own configuration
-        cfg = load_config(state["config"], options.overrides, source=str(folder))
-    else:
-        cfg = load_config(options.config_file or "configs/default.yaml", options.overrides)
-    cfg.env.scenario = options.scenario or cfg.env.scenario
-    cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
+    configs = {name: configuration(options, changes, state, folder) for name, changes in sweep(options.sweep).items()}
+    cfg = next(iter(configs.values()))
     controllers = options.controllers.split(",") if options.controllers else cfg.evaluate.controllers
     wrong = [name for name in controllers if name not in CONTROLLERS]
     if wrong:
@@ -273,20 +286,27 @@ def settings(options):
         if state is None:
             raise ConfigError("controllers: `policy` needs --checkpoint RUN_OR_FOLDER")
         model, trained = load_policy(state, folder)
-        if schema(trained) != {**schema(cfg), "preset": trained.model.preset, "future": trained.data.future}:
-            raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}")
+        for cfg in configs.values():
+            if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
+                raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}")
         print(f"policy: {folder} (epoch {state['epoch']})\n{model.describe()}")
-    return cfg, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, model
+    return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, model
 
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
-    cfg, controllers, seeds, model = settings(options)
+    configs, controllers, seeds, model = settings(options)
     torch.set_num_threads(1)
-    folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
-    check_scenario(cfg, folder)
-    rows, log = evaluate(cfg, controllers, seeds, model, folder)
-    print(f"\n{cfg.env.scenario}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
+    rows, log = [], []
+    for name, cfg in configs.items():
+        folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
+        check_scenario(cfg, folder)
+        mine, lines = evaluate_suite(cfg, controllers, seeds, model, folder)
+        rows += [{**row, "controller": row["controller"] + name} for row in mine]
+        log += [(line[0] + name, *line[1:]) for line in lines]
+    suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""
+    print(f"\n{cfg.env.scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
+          "interval")
     print(table(summarise(rows)))
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)

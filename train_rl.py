@@ -32,7 +32,7 @@ from runtime.precision import Precision
 from runtime.rollout import Collector
 from runtime.storage import Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder, run_script,
-                              save_config, share_of_workers)
+                              save_config, set_learning_rate, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
@@ -45,6 +45,7 @@ def phase2(cfg, team, stop):
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg)
     first_weights(model, cfg, folder, (1,), team.say)
+    model.controller.log_std.data.fill_(math.log(p.exploration))
     model.freeze("risk_gnn", "world_model", "safety_shield")
     model.to(team.device)
     team.say(model.describe())
@@ -63,25 +64,29 @@ def phase2(cfg, team, stop):
         span = Span(pool.num_envs, team)
         steps = steps_per_env(p, span, team)
         imitate = c["epoch"] < p.imitate_iterations
-        driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast, imitate)
+        acting = {"device": team.device, "autocast": precision.autocast}
+        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, **acting)
         collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
+        if imitate:
+            collector.driver = RuleDriver(lambda env: imitated(cfg, collector.seed(env)), model, pool.num_envs,
+                                          cfg.env.max_vehicles, **acting)
         boundary = True
         while c["epoch"] < p.iterations:
             if imitate and c["epoch"] == p.imitate_iterations:
-                imitate = False
-                collector.driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast)
+                imitate, collector.driver = False, driver
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
+            set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr)
             log = update(cfg, team, span, progress, module, rollout, precision, imitate)
             rollout = None  # before the next one is collected
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
-            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
-                           env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
-                           memory_mb=sum(tree_memory().values()))
+            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts),
+                           env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
+                           time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
             asked = team.any(stop.asked)
             boundary = (asked or c["epoch"] in (p.iterations, p.imitate_iterations)
                         or c["epoch"] % p.checkpoint_every == 0)
@@ -172,15 +177,11 @@ def summarise(team, batch):
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
 
 
-def make_driver(cfg, model, envs, device, autocast, imitate=False):
-    """Who commands the ICVs: the policy, or the rule that it imitates."""
-    kind = functools.partial(RuleDriver, lambda: imitated(cfg)) if imitate else Driver
-    return kind(model, envs, cfg.env.max_vehicles, device, autocast=autocast)
-
-
-def imitated(cfg):
-    """The rule of the warm start for one episode: (observation, k) -> commands."""
-    return functools.partial(make_baseline(cfg.phase2.imitate, cfg), rng=np.random.default_rng(cfg.run.seed))
+def imitated(cfg, seed):
+    """The rule of the warm start for the episode with this seed: (observation, k) -> commands."""
+    variants = cfg.variants()  # each may have numbers of its own for the rule
+    rule = make_baseline(cfg.phase2.imitate, variants[seed % len(variants)])
+    return functools.partial(rule, rng=np.random.default_rng(seed))
 
 
 def one_learner_per_gpu(cfg):

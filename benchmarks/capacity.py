@@ -23,7 +23,8 @@ from configs import ConfigError
 from configs.command_line import parse
 from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
-from evaluate import mean_ci, parse_seeds
+from evaluate import parse_seeds
+from runtime.scores import mean_ci
 from runtime.training import run_script
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0

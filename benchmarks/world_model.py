@@ -27,11 +27,12 @@ from env.baselines import make_baseline
 from env.graph import time_to_collision
 from env.launch import SumoError
 from env.traffic_env import make_env
-from evaluate import mean_ci, parse_seeds
+from evaluate import parse_seeds
 from models import objectives
 from models.policy import TrafficModel
 from models.risk_gnn import INPUTS, SPEED
 from runtime import checkpoint
+from runtime.scores import mean_ci
 from runtime.training import run_script, schema
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,7 @@
 
 A YAML file names another one with `base:` and holds only the differences. Command lines add `section.key=value`.
 """
+import copy
 import dataclasses
 import difflib
 import math
@@ -14,6 +15,8 @@ import yaml
 from configs.schema import Config
 
 FOLDER = Path(__file__).parent
+VARIED = ("corridor", "ring", "figure_eight", "merge", "bottleneck", "driver", "reward", "baselines")  # by a suite
+VARIED_ENV = ("scenario", "demand_scale", "icv_share")
 
 
 class ConfigError(Exception):
@@ -30,8 +33,22 @@ def load_config(path="configs/default.yaml", overrides=(), source=None):
     for name, tree in [(source, path)] if isinstance(path, dict) else _layers(Path(path)):
         _merge(config, tree, name, "", errors)
     for text in overrides:
-        _merge(config, _override_tree(text, errors), "command line", "", errors)
+        _merge(config, _override_tree(text, "command line", errors), "command line", "", errors)
     errors = errors or _cross_checks(config, source or path)
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return config
+
+
+def variant(config, text, source="variant"):
+    """A copy of `config`, without its suite, changed by `text`: "section.key=value ...", or "same" for no change.
+
+    Raises ConfigError like `load_config`.
+    """
+    config, errors = copy.deepcopy(config), []
+    config.env.suite = ["same"]
+    for part in text.split() if text != "same" else ():
+        _merge(config, _override_tree(part, source, errors), source, "", errors)
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -85,15 +102,15 @@ def _layers(path, seen=()):
     return below + [(str(path), tree)]
 
 
-def _override_tree(text, errors):
+def _override_tree(text, source, errors):
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        errors.append(f"command line: {text!r}: expected section.key=value")
+        errors.append(f"{source}: {text!r}: expected section.key=value")
         return {}
     try:
         value = yaml.safe_load(value) if value else ""
     except yaml.YAMLError:
-        errors.append(f"command line: {key}: {value!r} is not a valid YAML value")
+        errors.append(f"{source}: {key}: {value!r} is not a valid YAML value")
         return {}
     for part in reversed(key.strip().split(".")):
         value = {part: value}
@@ -213,4 +230,21 @@ def _cross_checks(c, path):
         wrong.append(f"ddp.nccl_env={c.ddp.nccl_env}: expected elements NAME=value")
     if not 1 <= c.graph.k_min <= c.graph.k_max:
         wrong.append(f"graph.k_min={c.graph.k_min} is above graph.k_max={c.graph.k_max}")
-    return [f"{path}: {text}" for text in wrong]
+    return [f"{path}: {text}" for text in wrong + _suite_checks(c)]
+
+
+def _suite_checks(c):
+    """Mistakes in the elements of env.suite."""
+    wrong = [f"env.suite={c.env.suite}: the same element twice"] * (len(set(c.env.suite)) < len(c.env.suite))
+    for text in c.env.suite:
+        fixed = [key for key in text.split() if key != "same" and not key.startswith(
+            (*(f"{name}." for name in VARIED), *(f"env.{name}=" for name in VARIED_ENV)))]
+        if fixed or not text.strip():
+            wrong.append(f"env.suite: {' '.join(fixed) or repr(text)}: expected section.key=value with one of the "
+                         f"sections {', '.join(VARIED)}, or with env.{', env.'.join(VARIED_ENV)}")
+            continue
+        try:
+            variant(c, text, "env.suite")
+        except ConfigError as error:
+            wrong += str(error).splitlines()
+    return wrong

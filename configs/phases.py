@@ -90,6 +90,8 @@ class PPOConfig:
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     imitate: str = opt("lane_advice", "rule (env/baselines.py) that drives and is imitated at first", choices=BASELINES)
     imitate_iterations: int = opt(0, "for so many iterations, then PPO; 0 = PPO from the start", low=0)
+    imitate_lr: float = opt(1e-3, "Adam learning rate of these iterations", low=0)
+    exploration: float = opt(0.5, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
     spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)
     amp: AmpConfig = sub(AmpConfig, init_scale=32768.0, growth_interval=1000)

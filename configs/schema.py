@@ -32,13 +32,16 @@ class EnvConfig:
     backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
                        choices=("traci", "libsumo"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
+    suite: list[str] = opt(["same"], "variants that take turns, an episode's by its seed: each element is one or more "
+                                     "section.key=value of a scenario, env.scenario, env.demand_scale, env.icv_share, "
+                                     "driver or reward; same = as configured")
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
     warmup_s: float = opt(0.0, "simulated without control before the first observation, s", low=0)
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
-    max_commands: int = opt(5, "K: ICVs commanded per control step at most; max_vehicles = all", low=1, high=1000)
+    max_commands: int = opt(5, "K: ICVs commanded per control step at most; 1000 = all", low=0, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: safe-speed check and comfort limit of braking off, "
                               "right of way and red lights on", low=0, high=127)
     lane_change_mode: int = opt(1621, "SUMO lane-change mode of commanded ICVs (1621 = SUMO's default)", low=0)
@@ -144,6 +147,8 @@ class EvaluateConfig:
     controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored",
                                  choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
+    selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
+                                    "ahead", choices=("learned", "random", "jam"))
     workers: int = opt(6, "processes that simulate at once", low=1)
 
 
@@ -177,3 +182,8 @@ class Config:
     checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
     evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
     coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")
+
+    def variants(self):
+        """The configuration of each element of `env.suite`, without a suite of its own."""
+        from configs.loader import variant  # which needs the classes of this file
+        return [self] if self.env.suite == ["same"] else [variant(self, text) for text in self.env.suite]

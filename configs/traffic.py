@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from configs.options import opt, sub
 
 # env/baselines.py
-BASELINES = ("none", "random", "lane_advice", "speed_advice", "follower_stopper", "idm", "pi_saturation")
+BASELINES = ("none", "random", "lane_advice", "speed_advice", "tuned", "follower_stopper", "idm", "pi_saturation")
 
 
 @dataclass
@@ -76,6 +76,9 @@ class AdviceConfig:
     below: float = opt(20.0, "only where the mean ahead is lower, m/s", low=0)
     brake: float = opt(1.5, "strongest braking of the speed advice, m/s^2", low=0, high=3)
     accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
+    meter_brake: float = opt(0.0, "braking of ICVs on a ramp, m/s^2, 0 = no ramp metering", low=0, high=3)
+    meter_above: float = opt(8.9, "only of those that are faster, m/s", low=0)
+    meter_below: float = opt(11.5, "only where the mean speed behind the merge is lower, m/s", low=0)
 
 
 @dataclass
@@ -109,6 +112,8 @@ class BaselinesConfig:
     lane_advice: AdviceConfig = sub(AdviceConfig)
     speed_advice: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7,
                                      below=20.1, brake=1.76)
+    tuned: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7, below=20.1,
+                              brake=1.76, meter_brake=0.31)
     follower_stopper: FollowerStopperConfig = sub(FollowerStopperConfig)
     idm: IDMConfig = sub(IDMConfig)
     pi_saturation: PISaturationConfig = sub(PISaturationConfig)

@@ -47,12 +47,14 @@ class Episode(NamedTuple):
 
 
 def episode_plan(cfg):
-    """The episodes of the whole collection: scenarios, controllers and demands take turns."""
+    """The episodes of the whole collection: variants of a suite, scenarios, controllers and demands take turns."""
     d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios(cfg)
     while left > 0:
         e = len(plan)
         seed = 2_000_000 + traffic_seed(cfg) * 100_003 + 7 * e  # far from the seeds of evaluation
-        turn, scenario = divmod(e, len(names))
+        turn, variant = divmod(e, len(cfg.env.suite))
+        seed += (variant - seed) % len(cfg.env.suite)  # an environment's variant is that of its seed
+        turn, scenario = divmod(turn, len(names))
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]
         plan.append(Episode(e, seed % 2_000_000_000, names[scenario], d.controllers[controller], scale,

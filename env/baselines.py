@@ -14,8 +14,9 @@ from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT
 
 SPEED, LANE, POSITION = NODE.index("speed"), NODE.index("lane"), NODE.index("position")
 LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")
-HAS_LEFT = SURROUND.index("has_left")
+HAS_LEFT, HAS_RIGHT = SURROUND.index("has_left"), SURROUND.index("has_right")
 MERGE_DISTANCE, MERGE_VEHICLES = SURROUND.index("merge_distance"), SURROUND.index("merge_vehicles")
+FAR_M = 500.0   # merge distance of a vehicle whose road joins no other
 MEAN_SPEED = 2  # column of the global metrics
 
 
@@ -32,13 +33,16 @@ def random(observation, k, rng):
     return commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
 
 
-def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel):
+def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel, meter_brake,
+           meter_above, meter_below):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
     in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
-    Lane moves go first, the nearest merge first; then the strongest braking.
+    Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
+    traffic behind the merge, as far as `ahead`, is slower than `meter_below`. Lane moves go first, the nearest merge
+    first; then the strongest braking.
     """
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
@@ -46,21 +50,26 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
         distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
     mean = mean_speed_ahead(observation, ahead)
     slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
-    wanted = np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan)
-    chosen = np.flatnonzero(moves | slows)
+    ramp = icv & (near[:, HAS_LEFT] + near[:, HAS_RIGHT] == 0) & (distance < FAR_M)
+    meters = ramp & (v > meter_above) & (meter_brake > 0) & (
+        mean_speed_ahead(observation, ahead, distance >= FAR_M) < meter_below)
+    wanted = np.fmin(np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
+                     np.where(meters, -meter_brake, np.nan))
+    chosen = np.flatnonzero(moves | slows | meters)
     urgency = np.where(moves, distance - 1e6, wanted)[chosen]
     chosen = chosen[np.argsort(urgency, kind="stable")][:k]
     return commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
 
 
-def mean_speed_ahead(observation, ahead):
-    """[n] mean speed of the vehicles at most `ahead` (share of the network's length) nearer to the exit, m/s; NaN
-    where there is nobody. Observations may be float16: sums need more."""
-    here = observation["mask"] > 0
+def mean_speed_ahead(observation, ahead, among=True):
+    """[n] mean speed of the vehicles at most `ahead` (share of the network's length) nearer to the exit, m/s, of those
+    `among`; NaN where there is nobody. Observations may be float16: sums need more."""
+    here = (observation["mask"] > 0) & among
     place = np.where(here, observation["nodes"][:, POSITION], -np.inf).astype(float)
     order = np.argsort(place, kind="stable")
     speeds = np.concatenate([[0.0], observation["nodes"][order, SPEED].astype(float).cumsum()])
-    first, last = (np.searchsorted(place[order], place + reach, "right") for reach in (0.0, ahead))
+    own = observation["nodes"][:, POSITION].astype(float)
+    first, last = (np.searchsorted(place[order], own + reach, "right") for reach in (0.0, ahead))
     with np.errstate(invalid="ignore"):
         return (speeds[last] - speeds[first]) / (last - first)
 
@@ -119,7 +128,7 @@ class PISaturation:
         return _strongest(observation, k, np.clip((self.command - v) / self.interval, ACCEL_LOW, ACCEL_HIGH))
 
 
-BASELINES = {"none": none, "random": random, "lane_advice": advice, "speed_advice": advice,
+BASELINES = {"none": none, "random": random, "lane_advice": advice, "speed_advice": advice, "tuned": advice,
              "follower_stopper": follower_stopper, "idm": idm, "pi_saturation": PISaturation}
 
 

@@ -20,19 +20,19 @@ class TrafficEnv(gymnasium.Env):
     """Mixed traffic on one SUMO process.
 
     `cfg` is a configs.Config; `folder` is where built-in scenarios are generated (a temporary one by default). SUMO
-    starts with the first `reset`. Collisions are `terminated`, the time limit is `truncated`. `info["cost"]` is the
-    intervention cost of the step, on what was commanded: (sum |a| + 5 * lane changes) / ICVs present;
-    `info["executed"]` says what SUMO made of it.
+    starts with the first `reset`. With n variants in `env.suite`, an episode is variant number seed % n. Collisions are
+    `terminated`, the time limit is `truncated`. `info["cost"]` is the intervention cost of the step, on what was
+    commanded: (sum |a| + 5 * lane changes) / ICVs present; `info["executed"]` says what SUMO made of it.
     """
     metadata = {"render_modes": []}
 
     def __init__(self, cfg, folder=None):
-        self.cfg, self.env_cfg = cfg, cfg.env
+        self.cfg, self.env_cfg, self.variants = cfg, cfg.env, cfg.variants()
         self._own_folder = None if folder else tempfile.TemporaryDirectory(prefix="mixed-autonomy-")
         self.folder = folder or self._own_folder.name
         self.observation_space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
         self.action_space = action_space(cfg.env.max_vehicles, cfg.env.max_commands)
-        self.simulator, self.road, self.scenario = None, None, None
+        self.simulator, self.built, self.roads = None, {}, {}  # scenario by variant, road by scenario
         self.seed, self.episodes = 0, 0
         self.seconds = np.zeros(3)  # of the last control step: SUMO simulating, reading it, building the observation
 
@@ -95,25 +95,30 @@ class TrafficEnv(gymnasium.Env):
     def arguments(self, seed):
         """SUMO's command line, without the binary, for an episode of the built scenario."""
         e = self.env_cfg
-        self.scenario = self.scenario or build_scenario(self.cfg, self.folder)
         scale = [] if e.demand_scale == 1.0 else ["--scale", str(e.demand_scale)]
         return ["-c", self.scenario, *scale, "--seed", str(seed), "--step-length", str(e.step_length),
                 "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
                 "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
 
     def _start_traffic(self):
+        which = self.seed % len(self.variants)
+        self.cfg, self.env_cfg = self.variants[which], self.variants[which].env
+        if which not in self.built:
+            self.built[which] = build_scenario(self.cfg, self.folder)
+        self.scenario = self.built[which]
         if self.simulator is not None and (not self.simulator.alive
                                            or self.episodes % self.env_cfg.recycle_episodes == 0):
             self.simulator.close()
             self.simulator = None
         if self.simulator is None:
             self.simulator = sumo.open_simulator(self.arguments(self.seed), self.env_cfg)
-            if self.road is None:
-                self.road = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50)
-                self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
-                self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
         else:
             self.simulator.load(self.arguments(self.seed))
+        if self.scenario not in self.roads:
+            self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50)
+        self.road = self.roads[self.scenario]
+        self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
+        self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
         self.episodes += 1
 
     def _advance(self, commands, out=None):
@@ -229,11 +234,12 @@ def make_env(cfg, folder=None):
 
 
 def check_scenario(cfg, folder):
-    """Start the scenario once and end it: raises SumoError, with SUMO's own words, before anything else begins."""
+    """Start each variant of the scenario once: raises SumoError, with SUMO's own words, before anything else begins."""
     env = make_env(cfg, str(folder))
     try:
-        env.reset(seed=cfg.run.seed)
+        for variant in range(len(env.variants)):
+            env.reset(seed=variant)
     except SumoError as error:
-        raise SumoError(f"scenario {cfg.env.scenario}: {error}") from None
+        raise SumoError(f"scenario {env.env_cfg.scenario}: {error}") from None
     finally:
         env.close()

@@ -113,13 +113,14 @@ class Controller(nn.Module):
         """(value, cost value), each [B], in units of reward and of cost."""
         return self.value(scene), self.cost_value(scene)
 
-    def select(self, candidates, valid, scene, noise=None):
+    def select(self, candidates, valid, scene, noise=None, scores=None):
         """Choose and command. Returns a dict of [B, K] tensors: picks, valid, u, lane, release, pace, log_prob.
 
         A released pick gets no command; one without `pace` a lane only, its driver keeps the speed. `noise` is (uniform
-        [B, 5 * K + C or more], standard normal [B, K]); without it the choice is deterministic.
+        [B, 5 * K + C or more], standard normal [B, K]); without it the choice is deterministic. `scores` [B, C], -inf
+        where there is no candidate, replace the learned ones.
         """
-        scores, k = self.scores(candidates, valid), min(self.k, candidates.shape[1])
+        scores, k = self.scores(candidates, valid) if scores is None else scores, min(self.k, candidates.shape[1])
         if noise is not None:
             uniform, normal = noise
             lane_noise, gate, pick_noise = uniform.split([3 * self.k, 2 * self.k, uniform.shape[1] - 5 * self.k], 1)

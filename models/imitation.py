@@ -9,7 +9,8 @@ class RuleDriver(Driver):
     """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms: first whom
     the rule commands, in its order, then some of the policy's own picks, which are released.
 
-    `make_rule()` gives the rule of one episode: (observation, k) -> (slot, accel, lane, brake), arrays of length k.
+    `make_rule(env)` gives the rule of an environment's episode when its first choice is due: (observation, k) -> (slot,
+    accel, lane, brake), arrays of length k.
     """
 
     def __init__(self, make_rule, *args, **options):
@@ -20,7 +21,7 @@ class RuleDriver(Driver):
         """A new episode in one environment, or in all."""
         super().forget(env)
         for e in range(self.num_envs) if env is None else [env]:
-            self.rules[e] = self.make_rule()
+            self.rules.pop(e, None)
 
     def perceive(self, observation, envs, remember=True):
         """As in Driver; the arrays go with the result, because rules read those."""
@@ -30,8 +31,9 @@ class RuleDriver(Driver):
         """The rule's choice; `log_prob` stays that of the policy's own, which nobody learns from."""
         choice = super().choose(seen, noise)
         for row, env in enumerate(seen["envs"]):
+            rule = self.rules[env] = self.rules.get(env) or self.make_rule(env)
             observation = {name: value[row] for name, value in seen["arrays"].items()}
-            wanted = self.rules[env](observation, choice["picks"].shape[1])
+            wanted = rule(observation, choice["picks"].shape[1])
             follow({name: value[row] for name, value in choice.items()}, wanted, seen["slots"][row][seen["valid"][row]])
         return choice
 

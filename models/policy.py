@@ -129,10 +129,10 @@ class Driver:
         choice["value"], choice["cost_value"] = self.values(seen)
         return choice, self.commands(seen, choice)
 
-    def choose(self, seen, noise):
+    def choose(self, seen, noise, scores=None):
         """The controller's choice (Controller.select)."""
         noise = noise if noise is None else [x.to(self.device) for x in noise]
-        return self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], noise)
+        return self.model.controller.select(seen["candidates"], seen["valid"], seen["scene"], noise, scores)
 
     @torch.inference_mode()
     def values(self, seen):

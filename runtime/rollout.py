@@ -50,6 +50,10 @@ class Collector:
     def _seed(self, env, number):
         return episode_seed(self.run_seed, self.phase, self.iteration, self.first_env + env, number)
 
+    def seed(self, env):
+        """Seed of the episode under way in an environment."""
+        return self._seed(env, self.begun[env])
+
     def collect(self, steps):
         """`steps` control steps in every environment. Returns (Rollout, facts): facts are ended episodes, shield
         counts and times."""

@@ -29,7 +29,8 @@ def traffic(seed, n=N):
     for name, values in columns.items():
         o["nodes"][:, NODE.index(name)] = values * o["mask"]
     near = {"lead_gap": rng.uniform(0, 80, n), "lead_speed": rng.uniform(0, 40, n), "has_left": rng.random(n) < 0.5,
-            "merge_distance": rng.uniform(0, 500, n), "merge_vehicles": rng.integers(0, 6, n)}
+            "has_right": rng.random(n) < 0.3, "merge_distance": np.minimum(rng.uniform(0, 900, n), 500),
+            "merge_vehicles": rng.integers(0, 6, n)}
     for name, values in near.items():
         o["surround"][:, SURROUND.index(name)] = values
     o["globals"][GLOBAL.index("mean_speed")] = o["nodes"][o["mask"], NODE.index("speed")].mean()
@@ -173,29 +174,33 @@ def test_every_environment_has_a_memory_of_its_own():
 
 # ---- advice -----------------------------------------------------------------------------------------------------
 
-def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel):
+def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
         near, v = dict(zip(SURROUND, o["surround"][i].tolist())), column(o, "speed")[i]
         here = column(o, "position")[i]
-        front = [column(o, "speed")[j] for j in np.flatnonzero(o["mask"])
-                 if here < column(o, "position")[j] <= here + ahead]
-        mean = sum(front) / len(front) if front else math.inf
+        front = [j for j in np.flatnonzero(o["mask"]) if here < column(o, "position")[j] <= here + ahead]
+        mean, behind = (sum(column(o, "speed")[j] for j in some) / len(some) if some else math.inf for some in (
+            front, [j for j in front if column(o, "merge_distance")[j] == 500]))
         moves = (near["has_left"] and column(o, "lane")[i] == 0 and near["merge_distance"] < reach
                  and near["merge_vehicles"] >= vehicles)
         slows = gain > 0 and v > mean + margin and mean < below
         wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
+        if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
+                v > faster and behind < slower):
+            wanted, slows = min(-meter, 99 if wanted is None else wanted), True
         if moves or slows:
             out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
     return sorted(out)
 
 
 @pytest.mark.parametrize("name, numbers", [("lane_advice", (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1)),
-                                           ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1))])
+                                           ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1)),
+                                           ("tuned", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1, 0.31))])
 @pytest.mark.parametrize("k", [3, N])
 def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
-    moved = slowed = 0
+    moved = slowed = metered = 0
     for seed in range(8):
         o = traffic(seed)
         expected = advised(o, *numbers)[:k]
@@ -205,7 +210,8 @@ def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
             assert side == (LEFT if moves else KEEP)
             assert np.isnan(a) if wanted is None else a == pytest.approx(wanted, abs=1e-3)
             moved, slowed = moved + moves, slowed + (wanted is not None)
-    assert moved > 4 and (slowed > 0) == (name == "speed_advice")
+            metered += wanted == -0.31
+    assert moved > 4 and (slowed > 0) == (name != "lane_advice") and (metered > 0) == (name == "tuned" and k == N)
 
 
 def test_mean_speed_ahead_of_nobody_is_not_a_number():

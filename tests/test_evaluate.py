@@ -1,11 +1,15 @@
-"""evaluate.py: statistics against known values, the lists of seeds, and the shield's log."""
+"""evaluate.py: statistics against known values, the lists of seeds, the shield's log, and whom the policy commands."""
+import copy
 import math
 
 import numpy as np
 import pytest
 
-from configs import ConfigError
-from evaluate import LANES, Audit, mean_ci, parse_seeds, student_t, summarise
+from configs import ConfigError, load_config
+from env.baselines import mean_speed_ahead
+from env.workers import make_pool
+from evaluate import AHEAD, LANES, Audit, PolicyController, parse_seeds, sweep
+from runtime.scores import mean_ci, student_t, summarise
 
 
 @pytest.mark.parametrize("freedom, quantile", [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262)])
@@ -42,3 +46,58 @@ def test_shield_log_holds_every_override_with_its_reason():
     assert audit.counts == {"shield_clips": 1, "shield_emergencies": 1}
     assert audit.lines == [("policy", 7, 1, 5, "clipped", 2.0, "keep", 0.5, "keep"),
                            ("policy", 7, 1, 6, "lane veto + emergency", 1.0, "left", -4.5, "keep")]
+
+
+@pytest.fixture(scope="module")
+def jam(scenarios):
+    """An observation of the corridor with some ICVs."""
+    cfg = load_config("configs/smoke.yaml", ["env.icv_share=0.5"])
+    with make_pool(cfg, 0, 1, scenarios) as pool:
+        pool.reset([3])
+        pool.arrays["slot"][:] = cfg.env.max_vehicles
+        for _ in range(40):
+            pool.send([0])
+            pool.receive([0])
+        return cfg, {name: pool.arrays[name][0].copy() for name in pool.final}
+
+
+def told(small, cfg, observation, k, selection, seed=1):
+    """(slots in the order of the picks, {slot: (wanted acceleration, wanted lane)}) that the policy commands."""
+    cfg.env.max_commands, cfg.evaluate.selection = k, selection
+    controller = PolicyController(cfg, small, 1)
+    controller.begin(0, seed)
+    out = controller.act(observation, 0)
+    assert all(len(values) == k for values in out.values())
+    slots = [int(slot) for slot in out["slot"] if slot < cfg.env.max_vehicles]
+    wish = {int(s): (round(float(a), 4), int(w)) for s, a, w in zip(out["slot"], out["wanted"], out["wanted_lane"])}
+    return slots, wish
+
+
+def test_k_of_an_evaluation_is_free(small, jam):
+    """The first k of all picks, and the same commands: a model trained with five was refused any other number."""
+    small = copy.deepcopy(small)
+    small.controller.action[-1].bias.data[4] = -10.0  # nobody is released
+    everybody, wish = told(small, *jam, 1000, "learned")
+    assert sorted(everybody) == np.flatnonzero(jam[1]["icv"]).tolist() and len(everybody) > 8
+    for k in (0, 1, 2, 7):
+        slots, some = told(small, *jam, k, "learned")
+        assert slots == everybody[:k] and all(some[slot] == wish[slot] for slot in slots)
+
+
+def test_selection_by_chance_and_by_the_jam(small, jam):
+    """Others choose who is commanded; what they are told stays the policy's."""
+    small = copy.deepcopy(small)
+    small.controller.action[-1].bias.data[4] = -10.0
+    learned, wish = told(small, *jam, 1000, "learned")
+    by_chance, same = told(small, *jam, 1000, "random")
+    assert by_chance != learned and sorted(by_chance) == sorted(learned) and same == wish
+    assert by_chance[:4] == told(small, *jam, 4, "random")[0] != told(small, *jam, 4, "random", seed=2)[0]
+    slow, _ = told(small, *jam, 1000, "jam")
+    ahead = np.nan_to_num(mean_speed_ahead(jam[1], AHEAD), nan=1e3)[slow]
+    assert sorted(slow) == sorted(learned) and (np.diff(ahead) >= 0).all() and ahead[0] < ahead[-1]
+
+
+def test_sweep_names_its_rows():
+    assert sweep(None) == {"": []}
+    assert sweep("env.icv_share=0.1,0.5") == {" icv_share=0.1": ["env.icv_share=0.1"],
+                                              " icv_share=0.5": ["env.icv_share=0.5"]}

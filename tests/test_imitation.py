@@ -61,7 +61,7 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
     with make_pool(cfg, 0, 2, scenarios) as pool:
         pool.reset([1, 2])
         cfg.phase2.imitate = name
-        driver = RuleDriver(lambda: train_rl.imitated(cfg), TrafficModel(cfg), 2, 200)
+        driver = RuleDriver(lambda env: train_rl.imitated(cfg, env), TrafficModel(cfg), 2, 200)
         observation = {key: pool.arrays[key].copy() for key in pool.final}
         choice, commands = driver.decide(driver.perceive(observation, [0, 1]))
         for row in range(2):

@@ -1,0 +1,50 @@
+"""Means and intervals of evaluated episodes."""
+import math
+
+import numpy as np
+
+NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
+SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
+         "teleports", "shield_clips", "shield_emergencies")
+
+
+def summarise(rows):
+    """{controller: {metric: {"mean", "ci95"}}}; ci95 is the half width of the mean's 95 % interval (Student's t).
+
+    Rows of several variants: the mean over the variants is taken first, seed by seed.
+    """
+    values = {}
+    for row in rows:
+        for key in row.keys() - NAMES:
+            by_seed = values.setdefault(row["controller"], {name: {} for name in row if name not in NAMES})[key]
+            by_seed.setdefault(row["seed"], []).extend([row[key]] if row[key] is not None else [])
+    return {name: {key: mean_ci([np.mean(of_seed) for of_seed in by_seed.values() if of_seed])
+                   for key, by_seed in metrics.items()} for name, metrics in values.items()}
+
+
+def mean_ci(values):
+    """{"mean", "ci95"} of a list of numbers; None where there are too few."""
+    n = len(values)
+    if not n:
+        return {"mean": None, "ci95": None}
+    spread = np.std(values, ddof=1) if n > 1 else None
+    return {"mean": float(np.mean(values)), "ci95": None if n < 2 else float(student_t(n - 1) * spread / math.sqrt(n))}
+
+
+def student_t(freedom, z=1.959964):
+    """97.5 % quantile of Student's t (Cornish-Fisher expansion, within 2 % from 3 degrees of freedom on)."""
+    if freedom < 3:
+        return {1: 12.706, 2: 4.303}[freedom]
+    return (z + (z ** 3 + z) / (4 * freedom) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * freedom ** 2)
+            + (3 * z ** 7 + 19 * z ** 5 + 17 * z ** 3 - 15 * z) / (384 * freedom ** 3))
+
+
+def table(summary):
+    """The summary as text: one line per metric, one column per controller, mean +- 95 % interval."""
+    width = max(22, 2 + max(map(len, summary)))
+    lines = ["".join([f"{'':20s}", *(f"{name:>{width}s}" for name in summary)])]
+    for key in SHOWN:
+        cells = [f"{c[key]['mean']:.3f}" + (f" +- {c[key]['ci95']:.3f}" if c[key]["ci95"] is not None else "")
+                 for c in summary.values()]
+        lines.append("".join([f"{key:20s}", *(f"{cell:>{width}s}" for cell in cells)]))
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""A suite: several variants of a scenario in one run. Which one an episode is, that each is what it would be alone, and
+how they are scored."""
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evaluate
+from configs import Config, ConfigError, load_config
+from configs.loader import variant
+from data.collect import episode_plan
+from env.traffic_env import SumoError, TrafficEnv, check_scenario
+from runtime.scores import mean_ci, summarise
+
+from helpers import episode, equal
+
+SUITE = ["same", "corridor.lanes=3 corridor.main_flow=4400", "env.scenario=ring ring.vehicles=30"]
+
+
+def config(*overrides):
+    cfg = load_config("configs/smoke.yaml", overrides)
+    cfg.env.suite = SUITE
+    return cfg
+
+
+def same(a, b):
+    return equal(a[0], b[0]) and a[1] == b[1]
+
+
+def test_an_episode_is_the_variant_of_its_seed_and_what_that_would_be_alone(scenarios):
+    """Networks change from one episode to the next, forth and back, in one SUMO."""
+    cfg, rows = config(), {}
+    env = TrafficEnv(cfg, scenarios)
+    try:
+        for seed in (3, 4, 5, 4, 3):
+            rows.setdefault(seed, []).append(episode(env, seed, 12))
+    finally:
+        env.close()
+    assert all(same(a, b) for again in (rows[3], rows[4]) for a, b in zip(*again))
+    for seed, alone in zip((3, 4, 5), cfg.variants()):
+        assert alone.env.suite == ["same"]
+        env = TrafficEnv(alone, scenarios)
+        try:
+            assert all(same(a, b) for a, b in zip(rows[seed][0], episode(env, seed, 12)))
+        finally:
+            env.close()
+
+
+def test_without_a_suite_the_configuration_is_its_only_variant():
+    cfg = Config()
+    assert cfg.variants() == [cfg] and cfg.variants()[0] is cfg
+
+
+def test_variants_change_what_they_name_and_nothing_else():
+    cfg = config()
+    one, two, three = cfg.variants()
+    assert (one.corridor.lanes, two.corridor.lanes, two.corridor.main_flow) == (2, 3, 4400.0)
+    assert (three.env.scenario, three.ring.vehicles, cfg.ring.vehicles) == ("ring", 30, 22)
+    expected = copy.deepcopy(cfg)
+    expected.env.suite, expected.corridor.lanes, expected.corridor.main_flow = ["same"], 3, 4400.0
+    assert two == expected
+
+
+@pytest.mark.parametrize("suite, words", [
+    ("[corridor.lane=3]", "corridor.lane: unknown key"), ("[corridor.lanes=x]", "'x' is not valid"),
+    ("['corridor.lanes=3 env.max_vehicles=50']", "env.max_vehicles=50: expected section.key=value with one of"),
+    ("['']", "expected section.key=value"), ("[corridor]", "expected section.key=value"),
+    ("[same, same]", "the same element twice"), ("[corridor.lanes=]", "corridor.lanes: '' is not valid"),
+    ("[env.demand_scale=0]", "env.demand_scale: 0 is not valid")])
+def test_mistakes_in_a_suite_are_one_line_each(suite, words):
+    with pytest.raises(ConfigError) as error:
+        load_config("configs/smoke.yaml", [f"env.suite={suite}"])
+    lines = str(error.value).splitlines()
+    assert len(lines) == 1 and "env.suite" in lines[0] and words in lines[0]
+
+
+def test_a_variant_that_sumo_refuses_is_found_before_anything_starts(scenarios):
+    cfg = config()
+    cfg.env.suite = ["same", "env.scenario=gone.sumocfg"]
+    with pytest.raises(SumoError, match="gone.sumocfg"):
+        check_scenario(cfg, scenarios)
+
+
+def test_collection_combines_variants_with_controllers():
+    """Both have four elements here; in step with each other, every variant would meet one controller only."""
+    cfg = load_config("configs/suite.yaml", ["data.samples=800", "data.samples_per_episode=50"])
+    plan = [(job.seed % 4, job.controller) for job in episode_plan(cfg)]
+    assert len(plan) == len(set(plan)) == 16 and [variant for variant, _ in plan] == [0, 1, 2, 3] * 4
+
+
+def test_mean_over_variants_is_taken_seed_by_seed():
+    rows = [{"controller": "a", "seed": s, "variant": v, "x": x, "min_ttc": t} for s, v, x, t in (
+        (1, "p", 1, None), (2, "p", 3, 2.0), (1, "q", 5, None), (2, "q", 9, None))]
+    summary = summarise(rows)["a"]
+    assert list(summary) == ["x", "min_ttc"] and summary["min_ttc"] == {"mean": 2.0, "ci95": None}
+    assert summary["x"] == mean_ci([3.0, 6.0])
+
+
+def test_scores_of_a_suite(tmp_path, scenarios):
+    """Each variant's rows are those that it gets alone; the file keeps its keys."""
+    cfg = config("evaluate.workers=1")
+    cfg.env.suite, cfg.env.horizon_s = ["same", "env.scenario=ring"], 15.0
+    rows, log = evaluate.evaluate_suite(cfg, ["random"], [7], folder=scenarios, say=lambda text: None)
+    alone, _ = evaluate.evaluate(variant(cfg, "env.scenario=ring"), ["random"], [7], None, scenarios, lambda text: None)
+    assert rows[2:] == [{**row, "variant": "env.scenario=ring"} for row in alone]
+    assert len(rows) == 4 and {line[-1] for line in log} <= set(cfg.env.suite)
+    evaluate.write(tmp_path / "r.json", "corridor", [7], rows, log)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert set(result) == {"scenario", "sumo_version", "seeds", "episodes", "summary", "variants"}
+    means = [result["variants"][text]["random"]["ocr"]["mean"] for text in cfg.env.suite]
+    assert result["summary"]["random"]["ocr"]["mean"] == pytest.approx(np.mean(means))
+    assert Path(tmp_path / "r.shield.csv").read_text().splitlines()[0].endswith(",variant")
