@@ -25,6 +25,7 @@ from env.workers import WorkerError, make_pool
 from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
+from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.memory import tree_memory
 from runtime.metrics import Metrics
@@ -32,7 +33,7 @@ from runtime.precision import Precision
 from runtime.rollout import Collector
 from runtime.storage import Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder, run_script,
-                              save_config, share_of_workers)
+                              save_config, set_learning_rate, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "log_prob", "advantage", "return", "cost_return")
@@ -51,6 +52,7 @@ def phase2(cfg, team, stop):
     team.say(precision.reason)
     optimizer = torch.optim.Adam(model.controller.parameters(), p.lr)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
+    progress.counters["curriculum"] = curriculum.START
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -69,6 +71,8 @@ def phase2(cfg, team, stop):
             if imitate and c["epoch"] == p.imitate_iterations:
                 imitate = False
                 collector.driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast)
+            if p.curriculum.enabled:
+                enter_stage(cfg, c["curriculum"], collector, optimizer)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
@@ -77,8 +81,12 @@ def phase2(cfg, team, stop):
             add_advantages(cfg, team, rollout)
             log = update(cfg, team, span, progress, module, rollout, precision, imitate)
             rollout = None  # before the next one is collected
+            if p.curriculum.enabled:
+                summary["curriculum_stage"] = c["curriculum"]["stage"]
+                c["curriculum"] = c["curriculum"] if imitate else judge_stage(cfg, team, c["curriculum"], facts)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
-            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
+            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts),
+                           lr=optimizer.param_groups[0]["lr"],
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
                            memory_mb=sum(tree_memory().values()))
             asked = team.any(stop.asked)
@@ -91,6 +99,22 @@ def phase2(cfg, team, stop):
             if asked and c["epoch"] < p.iterations:
                 return team.say(f"stopped and saved after iteration {c['epoch']}; the same command continues")
     team.say(f"phase 2 finished: {folder / 'phase2'}")
+
+
+def enter_stage(cfg, state, collector, optimizer):
+    """Let the curriculum's state choose the variants of the episodes that begin, and the learning rate."""
+    p = cfg.phase2.curriculum
+    collector.move_seed = functools.partial(curriculum.seed_of_stage, stage=state["stage"],
+                                            variants=len(cfg.env.suite), replay=p.replay)
+    set_learning_rate(optimizer, cfg.phase2.lr * p.fallback_lr ** state["fallbacks"])
+
+
+def judge_stage(cfg, team, state, facts):
+    """The curriculum's state after the share of arrivals in the ended episodes of its stage, on all ranks."""
+    stages = len(cfg.env.suite)
+    own = [episode["ocr"] for episode in facts["episodes"] if episode["seed"] % stages == state["stage"]]
+    total, count = team.all_sum([sum(own), len(own)])
+    return curriculum.after(state, total / count, stages - 1, cfg.phase2.curriculum) if count else state
 
 
 class Span:
