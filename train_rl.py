@@ -25,6 +25,7 @@ from env.workers import WorkerError, make_pool
 from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
+from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.memory import tree_memory
 from runtime.metrics import Metrics
@@ -53,6 +54,7 @@ def phase2(cfg, team, stop):
     team.say(precision.reason)
     optimizer = torch.optim.Adam(model.controller.parameters(), p.lr)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
+    progress.counters["curriculum"] = curriculum.START
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -74,15 +76,19 @@ def phase2(cfg, team, stop):
         while c["epoch"] < p.iterations:
             if imitate and c["epoch"] == p.imitate_iterations:
                 imitate, collector.driver = False, driver
+            slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
+            set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr * slower)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
-            set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr)
             log = update(cfg, team, span, progress, module, rollout, precision, imitate)
             rollout = None  # before the next one is collected
+            if p.curriculum.enabled:
+                summary["curriculum_stage"] = c["curriculum"]["stage"]
+                c["curriculum"] = c["curriculum"] if imitate else judge_stage(cfg, team, c["curriculum"], facts)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
@@ -97,6 +103,22 @@ def phase2(cfg, team, stop):
             if asked and c["epoch"] < p.iterations:
                 return team.say(f"stopped and saved after iteration {c['epoch']}; the same command continues")
     team.say(f"phase 2 finished: {folder / 'phase2'}")
+
+
+def enter_stage(cfg, state, collector):
+    """Let the curriculum's state choose the variants of the episodes that begin; returns the learning rate's factor."""
+    p = cfg.phase2.curriculum
+    collector.move_seed = functools.partial(curriculum.seed_of_stage, stage=state["stage"],
+                                            variants=len(cfg.env.suite), replay=p.replay)
+    return p.fallback_lr ** state["fallbacks"]
+
+
+def judge_stage(cfg, team, state, facts):
+    """The curriculum's state after the share of arrivals in the ended episodes of its stage, on all ranks."""
+    stages = len(cfg.env.suite)
+    own = [episode["ocr"] for episode in facts["episodes"] if episode["seed"] % stages == state["stage"]]
+    total, count = team.all_sum([sum(own), len(own)])
+    return curriculum.after(state, total / count, stages - 1, cfg.phase2.curriculum) if count else state
 
 
 class Span:

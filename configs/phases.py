@@ -72,6 +72,19 @@ class Phase1Config:
 
 
 @dataclass
+class CurriculumConfig:
+    enabled: bool = opt(False, "the elements of env.suite are stages, from easy to hard; off = they take turns")
+    threshold: float = opt(0.8, "the next stage needs a larger share of arrivals", low=0, high=1)
+    evaluations: int = opt(5, "in so many iterations in a row", low=1)
+    patience: int = opt(10, "a stage lasts at least so many iterations", low=1)
+    collapse_share: float = opt(0.6, "the last stage returns below this share of its score", low=0, high=1)
+    collapse_evaluations: int = opt(3, "in so many iterations in a row", low=1)
+    fallbacks: int = opt(2, "it does so at most so often", low=0)
+    fallback_lr: float = opt(0.5, "multiplies the learning rate each time", low=0.01, high=1)
+    replay: list[float] = opt([0.0, 0.3, 0.4, 0.5], "share of episodes of earlier stages, by stage", low=0, high=1)
+
+
+@dataclass
 class PPOConfig:
     iterations: int = opt(200, "collect-and-learn rounds", low=1)
     train_batch_size: int = opt(4000, "environment steps per iteration over all ranks, rounded up to fragments", low=1)
@@ -94,6 +107,7 @@ class PPOConfig:
     exploration: float = opt(0.5, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
     spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)
+    curriculum: CurriculumConfig = sub(CurriculumConfig)
     amp: AmpConfig = sub(AmpConfig, init_scale=32768.0, growth_interval=1000)
 
 

@@ -78,6 +78,7 @@ class AdviceConfig:
     accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
     meter_brake: float = opt(0.0, "braking of ICVs on a ramp, m/s^2, 0 = no ramp metering", low=0, high=3)
     meter_above: float = opt(8.9, "only of those that are faster, m/s", low=0)
+    meter_ahead: float = opt(0.14, "ramp metering looks so far ahead, share of the network's length", low=0, high=1)
     meter_below: float = opt(11.5, "only where the mean speed behind the merge is lower, m/s", low=0)
 
 

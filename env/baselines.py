@@ -34,15 +34,15 @@ def random(observation, k, rng):
 
 
 def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel, meter_brake,
-           meter_above, meter_below):
+           meter_above, meter_ahead, meter_below):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
     in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
-    traffic behind the merge, as far as `ahead`, is slower than `meter_below`. Lane moves go first, the nearest merge
-    first; then the strongest braking.
+    traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
+    Lane moves go first, the nearest merge first; then the strongest braking.
     """
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
@@ -52,7 +52,7 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
     slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
     ramp = icv & (near[:, HAS_LEFT] + near[:, HAS_RIGHT] == 0) & (distance < FAR_M)
     meters = ramp & (v > meter_above) & (meter_brake > 0) & (
-        mean_speed_ahead(observation, ahead, distance >= FAR_M) < meter_below)
+        mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)
     wanted = np.fmin(np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
                      np.where(meters, -meter_brake, np.nan))
     chosen = np.flatnonzero(moves | slows | meters)

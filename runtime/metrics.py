@@ -9,6 +9,7 @@ VOCABULARY = {
     "phase": "1, 2 or 3",
     "epoch": "pass over the data (phase 1), collect-and-learn round (phases 2 and 3)",
     "time": "seconds since 1970",
+    "curriculum_stage": "stage of phase 2's curriculum, from 0",
     "stage": "stage of phase 1: 1 = next state, 2 = next H states and conflicts",
     "loss": "training loss",
     "loss_held_out": "world-model loss on held-out episodes",

@@ -38,6 +38,7 @@ class Collector:
         self.pool, self.driver, self.groups = pool, driver, alternating(pool.groups)
         self.run_seed, self.phase, self.first_env, self.every = run_seed, phase, first_env, keep_sequences
         self.folder, self.spill_mb = folder, spill_mb
+        self.move_seed = lambda seed: seed  # to a variant of the suite; by default, variants take turns
 
     def begin(self, iteration):
         """Fresh episodes in every environment: the start of a run and every checkpoint boundary."""
@@ -48,7 +49,7 @@ class Collector:
         self.pool.reset([self._seed(e, 0) for e in envs])
 
     def _seed(self, env, number):
-        return episode_seed(self.run_seed, self.phase, self.iteration, self.first_env + env, number)
+        return self.move_seed(episode_seed(self.run_seed, self.phase, self.iteration, self.first_env + env, number))
 
     def seed(self, env):
         """Seed of the episode under way in an environment."""

@@ -180,9 +180,10 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
     for i in np.flatnonzero(o["icv"]):
         near, v = dict(zip(SURROUND, o["surround"][i].tolist())), column(o, "speed")[i]
         here = column(o, "position")[i]
-        front = [j for j in np.flatnonzero(o["mask"]) if here < column(o, "position")[j] <= here + ahead]
+        front = {j: column(o, "position")[j] - here for j in np.flatnonzero(o["mask"])}
         mean, behind = (sum(column(o, "speed")[j] for j in some) / len(some) if some else math.inf for some in (
-            front, [j for j in front if column(o, "merge_distance")[j] == 500]))
+            [j for j, d in front.items() if 0 < d <= ahead],
+            [j for j, d in front.items() if 0 < d <= 0.14 and column(o, "merge_distance")[j] == 500]))
         moves = (near["has_left"] and column(o, "lane")[i] == 0 and near["merge_distance"] < reach
                  and near["merge_vehicles"] >= vehicles)
         slows = gain > 0 and v > mean + margin and mean < below

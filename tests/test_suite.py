@@ -65,8 +65,8 @@ def test_variants_change_what_they_name_and_nothing_else():
 
 @pytest.mark.parametrize("suite, words", [
     ("[corridor.lane=3]", "corridor.lane: unknown key"), ("[corridor.lanes=x]", "'x' is not valid"),
-    ("['corridor.lanes=3 env.max_vehicles=50']", "env.max_vehicles=50: expected section.key=value with one of"),
-    ("['']", "expected section.key=value"), ("[corridor]", "expected section.key=value"),
+    ("['corridor.lanes=3 env.max_vehicles=50']", "env.max_vehicles=50': expected parts that begin with"),
+    ("['']", "expected parts"), ("[corridor]", "expected parts"),
     ("[same, same]", "the same element twice"), ("[corridor.lanes=]", "corridor.lanes: '' is not valid"),
     ("[env.demand_scale=0]", "env.demand_scale: 0 is not valid")])
 def test_mistakes_in_a_suite_are_one_line_each(suite, words):

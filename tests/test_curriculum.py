@@ -1,0 +1,62 @@
+"""runtime/curriculum.py: when stages change, by a hand-written table; which episodes belong to a stage."""
+import pytest
+import torch
+
+from configs import load_config
+from configs.phases import CurriculumConfig
+from runtime.curriculum import START, after, seed_of_stage
+from runtime.training import Progress
+from train_rl import judge_stage
+
+from test_ppo import ALONE
+
+P = CurriculumConfig(threshold=0.8, evaluations=2, patience=4, collapse_share=0.5, collapse_evaluations=2, fallbacks=1)
+# Score of an evaluation -> stage and fallbacks after it.
+TABLE = ((0.9, 0, 0), (0.9, 0, 0), (0.7, 0, 0),          # two in a row are too early; a dip ends the row
+         (0.9, 0, 0), (0.8, 0, 0), (0.82, 0, 0), (0.84, 1, 0),  # 0.8 is not above; level 0.83
+         (0.4, 1, 0), (0.42, 1, 0), (0.41, 1, 0), (0.4, 0, 1),  # below 0.415 twice in a row: back
+         (0.1, 0, 1), (0.1, 0, 1), (0.1, 0, 1),                 # the first stage has none before it
+         (0.9, 0, 1), (0.9, 1, 1),
+         (0.1, 1, 1), (0.1, 1, 1), (0.1, 1, 1), (0.1, 1, 1),    # once only
+         (0.9, 1, 1), (0.9, 2, 1), *[(0.9, 2, 1)] * 5)          # the last stage
+
+
+def test_stages_follow_the_table():
+    state = START
+    for score, stage, fallbacks in TABLE:
+        state = after(state, score, 2, P)
+        assert (state["stage"], state["fallbacks"]) == (stage, fallbacks), score
+    assert START == dict.fromkeys(START, 0)
+
+
+@pytest.mark.parametrize("stage, share", [(0, 0.0), (1, 0.3), (2, 0.4), (3, 0.5), (4, 0.5)])
+def test_share_of_earlier_stages(stage, share):
+    moved = [seed_of_stage(seed, stage, 5, [0.0, 0.3, 0.4, 0.5]) for seed in range(10_000, 14_000)]
+    assert all(a // 5 == seed // 5 for a, seed in zip(moved, range(10_000, 14_000)))
+    counts = [sum(a % 5 == variant for a in moved) / len(moved) for variant in range(5)]
+    assert counts[stage] == pytest.approx(1 - share, abs=0.03) and sum(counts[stage + 1:]) == 0
+    assert counts[:stage] == pytest.approx([share / max(stage, 1)] * stage, abs=0.03)
+
+
+def test_score_is_the_arrivals_in_the_stages_own_episodes():
+    cfg = load_config("configs/smoke.yaml", ["env.suite=[same, corridor.lanes=3]", "phase2.curriculum.enabled=true",
+                                             "phase2.curriculum.evaluations=1", "phase2.curriculum.patience=1"])
+    facts = {"episodes": [{"seed": 10, "ocr": 0.7}, {"seed": 12, "ocr": 0.95}, {"seed": 11, "ocr": 0.0}]}
+    state = judge_stage(cfg, ALONE, START, facts)
+    assert state["stage"] == 1 and state["level"] == pytest.approx(0.825)
+    assert judge_stage(cfg, ALONE, START, {"episodes": facts["episodes"][2:]}) == START  # nothing to judge by
+
+
+def test_state_travels_in_the_checkpoint(tmp_path):
+    cfg, model = load_config("configs/smoke.yaml"), torch.nn.Linear(1, 1)
+
+    def progress():
+        one = Progress(cfg, ALONE, tmp_path, model, torch.optim.Adam(model.parameters()), torch.amp.GradScaler("cpu"))
+        one.counters["curriculum"] = START
+        return one
+    first = progress()
+    first.counters["curriculum"] = state = after(after(START, 0.9, 2, P), 0.85, 2, P)
+    first.save()
+    first.lock.close()
+    second = progress()
+    assert second.resume() and second.counters["curriculum"] == state != START

@@ -1,0 +1,39 @@
+"""benchmarks/transfer.py: ratios and flags by hand; the drawn networks carry their traffic."""
+from pathlib import Path
+
+import pytest
+
+from benchmarks.transfer import compare, networks
+from configs import Config
+from env.traffic_env import TrafficEnv
+
+from helpers import episode
+
+
+def rows(variant, scores, ocr_change=0.0, collisions=0):
+    return [{"controller": "policy", "seed": seed, "variant": variant, "s_total": score, "ocr_change": ocr_change,
+             "c_int": 0.1, "collisions": collisions} for seed, score in enumerate(scores)]
+
+
+def test_ratio_to_the_mean_of_the_known_and_flags():
+    table = compare([*rows("a", [2, 6]), *rows("b", [26, 26]), *rows("c", [6, 8]), *rows("d", [15, 15], -1.1, 1),
+                     *rows("e", [7.5, 7.5], -0.9)], ["a", "b"])
+    assert [row["ratio"] for row in table] == [pytest.approx(x) for x in (4 / 15, 26 / 15, 7 / 15, 1, 0.5)]
+    assert [row["flags"] for row in table] == [[], [], ["ratio"], ["OCR", "collision"], []]
+    assert table[3]["collisions"] == 2
+    assert compare(rows("a", [-1, -2]), ["a"])[0]["ratio"] is None  # nothing to compare with
+
+
+def test_drawn_networks_carry_traffic_of_several_types(tmp_path):
+    paths = networks(tmp_path / "drawn", 900)
+    assert [Path(path).stem for path in paths] == ["lights", "main_road", "roundabout"]
+    for path in paths:
+        cfg = Config()
+        cfg.env.scenario, cfg.env.max_vehicles, cfg.env.control_interval = str(path), 200, 10.0
+        env = TrafficEnv(cfg, tmp_path)
+        try:
+            info = episode(env, 1, 15)[-1][2]
+            lengths = {round(float(x), 1) for x in env.scene["length"]}
+        finally:
+            env.close()
+        assert info["arrived"] > 10 and info["collisions"] == 0 and len(lengths) >= 3
