@@ -1,4 +1,4 @@
-"""How much there is to read: lines of code (no blanks, comments, docstrings) of every file, and the length of functions.
+"""How much there is to read: lines of code (no blanks, comments, docstrings) of every file, and lengths of functions.
 
     python -m benchmarks.size --json size.json
 
