@@ -129,6 +129,8 @@ def _suggest(key, fields, prefix):
 
 def _checked(value, field):
     """`value` cast to the field's type and inside its range, or ValueError that says what was expected."""
+    if value is False and "off" in (field.metadata["choices"] or ()):
+        value = "off"  # YAML reads the word as a switch
     value = _cast(value, field.type)
     for element in value if isinstance(value, list) else [value]:
         _check_limits(element, field)

@@ -45,8 +45,8 @@ def main(arguments=None):
     options = parser.parse_intermixed_args(arguments)
     changes = [word for word in options.words if "=" in word]
     try:
-        for line in show(options.config, changes, [word for word in options.words if word not in changes]):
-            print(line)
+        wanted = [word for word in options.words if word not in changes]
+        print("\n".join(show(options.config, changes, wanted)))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
