@@ -61,3 +61,16 @@ def again():
     if "BAD_INPUT_FILE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         return "the same command continues"
     return f"the same command continues: {shlex.join(sys.orig_argv)}"
+
+
+def exit_code(work, mistakes, kept=""):
+    """Exit code of `work()`: a mistake of the user (one of these exceptions) is one message and 2; Ctrl-C says what is
+    kept."""
+    try:
+        return work() or 0
+    except mistakes as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; {kept}{again()}", file=sys.stderr)
+        return 0

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from configs.console import exit_code
 from configs.loader import ConfigError, layers, load_config, override_tree
 from configs.options import leaves
 from configs.schema import Config
@@ -44,14 +45,9 @@ def main(arguments=None):
     parser.add_argument("words", nargs="*", metavar="section.key=value | section | section.key")
     options = parser.parse_intermixed_args(arguments)
     changes = [word for word in options.words if "=" in word]
-    try:
-        wanted = [word for word in options.words if word not in changes]
-        print("\n".join(show(options.config, changes, wanted)))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    wanted = [word for word in options.words if word not in changes]
+    print("\n".join(show(options.config, changes, wanted)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, ConfigError))

@@ -222,18 +222,10 @@ def _start_worker(parent):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def main(arguments=None):
+def main():
     from configs.command_line import parse
-    try:
-        cfg = parse(__doc__, arguments).config
-        collect(cfg)
-    except (ConfigError, DataError, SumoError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped; finished episodes are kept, {console.again()}", file=sys.stderr)
-    return 0
+    collect(parse(__doc__).config)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main, (ConfigError, DataError, SumoError), "finished episodes are kept, "))

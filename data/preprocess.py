@@ -182,17 +182,10 @@ def compute_statistics(out, chunks, ranges):
     return result
 
 
-def main(arguments=None):
+def main():
     from configs.command_line import parse
-    try:
-        preprocess(parse(__doc__, arguments).config)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"stopped; finished chunks are kept, {console.again()}", file=sys.stderr)
-    return 0
+    preprocess(parse(__doc__).config)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main, (ConfigError, DataError), "finished chunks are kept, "))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from configs import ConfigError
 from configs.command_line import parse
-from configs.console import duration, say
+from configs.console import duration, exit_code, say
 from configs.options import leaves
 from data.layout import DataError, processed_folder
 from data.location import MEMORY, on_windows_drive
@@ -227,11 +227,7 @@ def add_options(parser):
 
 
 def main(arguments=None):
-    try:
-        options = parse(__doc__, arguments, add_options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = parse(__doc__, arguments, add_options)
     cfg, failed = options.config, False
     for status, what, found, remedy in examine(cfg):
         say(f"{status:6s}{what:12s}{found}" + (f"\n      -> {remedy}" if remedy else ""))
@@ -246,4 +242,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, ConfigError))

@@ -206,5 +206,5 @@ def run_script(main, user_errors):
             Path(os.environ["BAD_INPUT_FILE"]).write_text("2")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
         return 130

@@ -184,7 +184,7 @@ def test_profile_leaves_a_trace_and_names_the_expensive_operations(tmp_path, cap
 def test_show_says_where_each_value_comes_from(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("base: quick.yaml\nphase1: {epochs: 7}")
     words = ["phase1", "--config", str(tmp_path / "mine.yaml"), "phase1.amp.dtype=off", "run.name"]
-    assert show(words) == 0
+    show(words)
     lines = {line.split("=")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "run.seed" not in lines and "phase2.lr" not in lines
     assert "phase1.epochs=7 " in lines["phase1.epochs"] and "mine.yaml, default 50]" in lines["phase1.epochs"]
@@ -195,7 +195,16 @@ def test_show_says_where_each_value_comes_from(tmp_path, capsys):
 
 @pytest.mark.parametrize("word", ["phase", "phase1.lrr", "phase1.lrr=3"])
 def test_show_refuses_what_does_not_exist(word, capsys):
-    assert show([word]) == 2 and word.partition("=")[0] in capsys.readouterr().err
+    assert console.exit_code(lambda: show([word]), ConfigError) == 2
+    assert word.partition("=")[0] in capsys.readouterr().err
+
+
+def test_interrupt_says_what_is_kept(capsys):
+    """data.preprocess ended with a traceback."""
+    def work():
+        raise KeyboardInterrupt
+    assert console.exit_code(work, ConfigError, "chunks are kept, ") == 0
+    assert "chunks are kept, the same command continues" in capsys.readouterr().err
 
 
 def test_off_is_a_word_where_it_is_a_choice():
