@@ -6,7 +6,7 @@ import sys
 import time
 
 EVERY_S = {"terminal": 0.2, "log": 30.0}
-_begun, _shown = {}, [0.0]  # {step: (time, how far it was)}, time of the last line
+_begun, _shown, _lasting = {}, [0.0], [""]  # {step: (time, how far it was)}, time of the last line, the last `always`
 
 
 def live():
@@ -24,8 +24,9 @@ def begin(what, done=0):
 
 
 def progress(what, done, total, text="", always=True):
-    """Tell how far the step `what` is, how fast, for how long still, and `text`. Not `always`: a log gets the line
-    twice a minute, a terminal five times a second. Of several ranks only the first speaks."""
+    """Tell how far the step `what` is, how fast, for how long still, and `text`. Not `always`: a part of that step, of
+    which a log hears twice a minute, a terminal, where both share the line, five times a second. Of several ranks only
+    the first speaks."""
     now = time.monotonic()
     start, first = _begun.setdefault(what, (now, done))
     if not first_rank() or not always and now - _shown[0] < EVERY_S["terminal" if live() else "log"]:
@@ -36,8 +37,11 @@ def progress(what, done, total, text="", always=True):
         speed = f"  {rate:.3g}/s" if rate >= 1 else f"  {1 / rate:.3g} s each"
         left = f"  {duration((total - done) / rate)} left" if done < total else ""
     line = f"{what}  {done:>{len(str(total))}d}/{total}{speed}{left}  {text}".rstrip()
+    if always:
+        _lasting[0] = line
     if live() and not (always and done == total):
         columns = shutil.get_terminal_size().columns
+        line = line if always else f"{line}  |  {_lasting[0]}"
         print(f"\r\x1b[K{line[:columns - 1]}", end="\r", flush=True)  # what follows is printed over it
     else:
         say(line)

@@ -58,9 +58,9 @@ class Collector:
         self.rollout = Rollout(steps, envs, self.folder, self.spill_mb)
         self.facts = {"episodes": [], "clips": 0, "emergencies": 0, "commands": 0, "time_infer": 0.0, "time_wait": 0.0,
                       "time_store": 0.0, "steps": steps * envs, "lost_steps": 0}
-        console.begin(f"phase {self.phase}: collect, step")
+        console.begin("collect: step")
         for t in range(steps):
-            console.progress(f"phase {self.phase}: collect, step", t, steps, always=False)
+            console.progress("collect: step", t, steps, always=False)
             for group in self.groups:
                 if t:
                     self._finish(group, t - 1)

@@ -36,6 +36,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(console, "time", Clock())
     monkeypatch.setattr(console, "_begun", {})
     monkeypatch.setattr(console, "_shown", [0.0])
+    monkeypatch.setattr(console, "_lasting", [""])
     return console.time
 
 
@@ -68,6 +69,15 @@ def test_terminal_keeps_one_line_that_fits(clock, monkeypatch):
     *passing, last = line.replace("\x1b[K", "").replace("\r\r", "\r").strip("\r").split("\r")
     assert [len(text) for text in passing] == [29, 29] and last.endswith("columns hold")
     assert line.startswith("\r\x1b[K") and done == "\x1b[Kdone"
+
+
+def test_terminal_shows_a_part_beside_the_whole(clock, monkeypatch):
+    """The figures of an iteration were overwritten a fifth of a second later."""
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    for text, always in (("loss 3", True), ("", False)):
+        clock.now += 1
+        console.progress("whole" if always else "part", 1, 3, text, always)
+    assert sys.stdout.getvalue().split("\x1b[K")[-1] == "part  1/3  |  whole  1/3  loss 3\r"
 
 
 def test_only_the_first_rank_tells(clock, capsys, monkeypatch):
