@@ -67,8 +67,9 @@ VOCABULARY = {
     "gpu_use": "share of time in which the first rank's GPU computed, sampled after learning (needs nvidia-ml-py)",
     "memory_mb": "memory of this process and its children (PSS), MB",
 }
-SHOWN = ("stage", "loss_held_out", "return", "c_int", "rmse_position", "rmse_position_cv", "reward", "loss", "multiplier",
-         "limit", "ocr", "released", "kl", "env_steps_per_s", "samples_per_s", "memory_mb")  # what matters most first
+# On the console, what matters most first: a terminal cuts the line.
+SHOWN = ("stage", "loss_held_out", "return", "c_int", "rmse_position", "rmse_position_cv", "reward", "loss",
+         "multiplier", "limit", "ocr", "released", "kl", "env_steps_per_s", "samples_per_s", "memory_mb")
 RECENT = 10  # records
 # Metric, sign of what is worse, for the divergence check.
 DIVERGING = (("loss_held_out", 1), ("return", -1))
