@@ -140,6 +140,7 @@ def read_metrics(path):
 
 def findings(rows):
     """{kind: what looks wrong and what to do} in the records of a phase; the last ones decide."""
+    rows = [row for row in rows if row.get("stage") != 1]  # its loss and gradients are small, and other ones follow
     found, recent = {}, {name: _values(rows, name)[-RECENT:] for name in ("grad_norm", "overflow_share")}
     norm, share = (statistics.fmean(values) if len(values) == RECENT else None for values in recent.values())
     if norm is not None and not 0.1 <= norm <= 10:
