@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs import ConfigError, to_dict
+from configs import ConfigError, console, to_dict
 from configs.command_line import parse
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory
@@ -177,7 +177,7 @@ def pipeline(options, stop):
     state.update(command=" ".join(sys.argv), plan=plan)
     for step in steps_to_run(options, state, folder):
         if stop.asked:
-            print(f"\nstopped before {step}; everything is saved, the same command continues")
+            print(f"\nstopped before {step}; everything is saved; {console.again()}")
             return 0
         start = time.time()
         state["steps"][step] = {"status": "running"}
@@ -188,10 +188,10 @@ def pipeline(options, stop):
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
         if status == "stopped":
-            print(f"\nstopped in {step}; everything is saved, the same command continues")
+            print(f"\nstopped in {step}; everything is saved; {console.again()}")
             return 0
         if code:
-            print(f"\n{step} failed with exit code {code}; the same command continues here", file=sys.stderr)
+            print(f"\n{step} failed with exit code {code}; {console.again()} here", file=sys.stderr)
             return code
     state.pop("repeating", None)
     save_state(folder, state)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configs import ConfigError, from_dict, load_config
+from configs import ConfigError, console, from_dict, load_config
 from configs.command_line import parse
 from env.baselines import BASELINES, make_baseline, mean_speed_ahead
 from env.score import paired_score
@@ -116,7 +116,7 @@ class Audit:
         self.step += 1
 
 
-def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
+def evaluate(cfg, controllers, seeds, model=None, folder=None, say=console.progress):
     """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
@@ -127,17 +127,18 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
     return score(rows, jobs), log
 
 
-def run_jobs(pool, drivers, jobs, restarts, say=print):
+def run_jobs(pool, drivers, jobs, restarts, say=console.progress):
     """(rows, shield log) of the episodes `jobs`, (name of a driver, seed) each, as they end."""
     rows, waiting, running, audits, log, lost = [], jobs[::-1], {}, {}, [], Counter()
+    console.begin("evaluate: episode")
     while waiting or running:
         for env in range(pool.num_envs):  # while one environment simulates, the next one's commands are computed
             for _, summary in pool.receive([env]) if env in running else ():
                 name, seed = running.pop(env)
                 rows.append({"controller": name, **summary, "seed": seed, **audits[env].counts})
                 log += audits[env].lines
-                say(f"evaluate: {len(rows)}/{len(jobs)} {name} seed {seed}: "
-                    f"{summary['arrived']} of {summary['loaded']} arrived")
+                say("evaluate: episode", len(rows), len(jobs),
+                    f"{name} seed {seed}: {summary['arrived']} of {summary['loaded']} arrived")
             if env in running and pool.arrays["lost"][env]:
                 waiting.append(try_again(running.pop(env), lost, restarts))
             if waiting and env not in running:
@@ -167,14 +168,14 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
-def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=print):
+def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=console.progress):
     """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
     rows, log = [], []
     for text, variant in zip(cfg.env.suite, cfg.variants()):
         mine, lines = evaluate(variant, controllers, seeds, model, folder, say)
         if len(cfg.env.suite) == 1:
             return mine, lines
-        say(f"\n{text}\n{table(summarise(mine))}\n")
+        console.say(f"\n{text}\n{table(summarise(mine))}\n")
         rows += [{**row, "variant": text} for row in mine]
         log += [(*line, text) for line in lines]
     return rows, log

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from configs import ConfigError
+from configs import ConfigError, console
 from configs.command_line import parse
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, bad_rows, make_loader
@@ -38,7 +38,7 @@ from runtime.checkpoint import CheckpointError
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.memory import tree_memory
 from runtime.metrics import Metrics
-from runtime.precision import Precision
+from runtime.precision import Precision, require_finite
 from runtime.rollout import Collector
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, learning_rate, mean_logs,
                               reduce_on_plateau, rescale_values, run_folder, run_script, save_config,
@@ -65,9 +65,8 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     precision.scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
-    if not precision.scaler.is_enabled() and not torch.isfinite(norm):  # after all-reduce: the same on every rank
-        raise FloatingPointError(f"gradient norm {float(norm)}, losses {({k: float(v) for k, v in logs[-1].items()})}; "
-                                 "the step was not taken")
+    if not precision.scaler.is_enabled():
+        require_finite(norm, module, logs[-1])
     precision.scaler.step(optimizer)
     skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
     optimizer.zero_grad(set_to_none=True)
@@ -102,7 +101,7 @@ def phase1(cfg, team, stop):
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
-    c, metrics = progress.counters, Metrics(folder, 1, team.is_main)
+    c, metrics = progress.counters, Metrics(folder, 1, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
@@ -150,9 +149,10 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         seen = team.world * p.batch_size * len(window)
         samples, c["samples"] = samples + seen, c["samples"] + seen
         c["updates"], window = c["updates"] + (not skipped), []
+        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], len(loader.dataset), always=False)
         if team.any(stop.asked):
             progress.save()
-            team.say(f"stopped and saved in epoch {c['epoch'] + 1}; the same command continues")
+            team.say(f"stopped and saved in epoch {c['epoch'] + 1}; {console.again()}")
             return None
     if not logs:  # stopped exactly at the end of this epoch
         return {}
@@ -215,7 +215,7 @@ def phase3(cfg, team, stop):
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
-    metrics = Metrics(folder, 3, team.is_main)
+    metrics = Metrics(folder, 3, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
     module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
@@ -247,7 +247,7 @@ def phase3(cfg, team, stop):
             if boundary:
                 progress.save(best=True)
             if asked and c["epoch"] < p.epochs:
-                return team.say(f"stopped and saved after epoch {c['epoch']}; the same command continues")
+                return team.say(f"stopped and saved after epoch {c['epoch']}; {console.again()}")
     team.say(f"phase 3 finished: {folder / 'phase3'}")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configs import ConfigError
+from configs import ConfigError, console
 from configs.command_line import parse
 from env.baselines import make_baseline
 from env.traffic_env import check_scenario
@@ -58,7 +58,7 @@ def phase2(cfg, team, stop):
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
-    c, metrics = progress.counters, Metrics(folder, 2, team.is_main)
+    c, metrics = progress.counters, Metrics(folder, 2, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
@@ -101,7 +101,7 @@ def phase2(cfg, team, stop):
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best)
             if asked and c["epoch"] < p.iterations:
-                return team.say(f"stopped and saved after iteration {c['epoch']}; the same command continues")
+                return team.say(f"stopped and saved after iteration {c['epoch']}; {console.again()}")
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
 

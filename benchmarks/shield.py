@@ -65,7 +65,7 @@ def attack(cfg, scenario, guard, seeds, folder):
     jobs = [(name, seed) for name in ADVERSARIES for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
         rows, log = run_jobs(pool, {name: Adversary(cfg, name) for name in ADVERSARIES}, jobs, cfg.rollout.restarts,
-                             lambda text: None)
+                             lambda *text: None)
     for row in rows:
         row["overrides"] = sum(line[:2] == (row["controller"], row["seed"]) for line in log)
     return {name: {key: sum(row[key] for row in rows if row["controller"] == name) for key in COLUMNS}

@@ -61,7 +61,7 @@ def play(cfg, name, seed, folder):
     """The row of one episode, as evaluate.py has it."""
     with make_pool(cfg, 0, 1, folder) as pool:
         rows, _ = run_jobs(pool, {name: BaselineController(cfg, name)}, [(name, seed)], cfg.rollout.restarts,
-                           lambda text: None)
+                           lambda *text: None)
     return rows[0]
 
 

@@ -30,10 +30,10 @@ def load_config(path="configs/default.yaml", overrides=(), source=None):
     Raises ConfigError listing every mistake as file, dotted key, value, expected type and closest valid key.
     """
     config, errors = Config(), []
-    for name, tree in [(source, path)] if isinstance(path, dict) else _layers(Path(path)):
+    for name, tree in [(source, path)] if isinstance(path, dict) else layers(Path(path)):
         _merge(config, tree, name, "", errors)
     for text in overrides:
-        _merge(config, _override_tree(text, "command line", errors), "command line", "", errors)
+        _merge(config, override_tree(text, "command line", errors), "command line", "", errors)
     errors = errors or _cross_checks(config, source or path)
     if errors:
         raise ConfigError("\n".join(errors))
@@ -48,7 +48,7 @@ def variant(config, text, source="variant"):
     config, errors = copy.deepcopy(config), []
     config.env.suite = ["same"]
     for part in text.split() if text != "same" else ():
-        _merge(config, _override_tree(part, source, errors), source, "", errors)
+        _merge(config, override_tree(part, source, errors), source, "", errors)
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -80,7 +80,7 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _layers(path, seen=()):
+def layers(path, seen=()):
     """[(file name, tree)] from the innermost base to `path` itself."""
     if not path.exists() and (FOLDER / path.name).exists() and (seen or path.parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
@@ -98,11 +98,11 @@ def _layers(path, seen=()):
     base = tree.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")
-    below = _layers(path.parent / base, (*seen, path.resolve())) if base else []
+    below = layers(path.parent / base, (*seen, path.resolve())) if base else []
     return below + [(str(path), tree)]
 
 
-def _override_tree(text, source, errors):
+def override_tree(text, source, errors):
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         errors.append(f"{source}: {text!r}: expected section.key=value")

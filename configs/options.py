@@ -1,5 +1,5 @@
 """How a setting is declared: default, meaning, limits."""
-from dataclasses import field
+from dataclasses import field, fields, is_dataclass
 
 
 def opt(default, doc, low=None, high=None, choices=None):
@@ -13,3 +13,13 @@ def opt(default, doc, low=None, high=None, choices=None):
 def sub(cls, title="", **changes):
     """A nested section whose defaults differ from those of its class in `changes`; the title stands in default.yaml."""
     return field(default_factory=lambda: cls(**changes), metadata={"title": title})
+
+
+def leaves(section, prefix=""):
+    """(dotted key, value, metadata) of every setting below a section."""
+    for setting in fields(section):
+        value = getattr(section, setting.name)
+        if is_dataclass(value):
+            yield from leaves(value, f"{prefix}{setting.name}.")
+        else:
+            yield prefix + setting.name, value, setting.metadata

@@ -23,7 +23,16 @@ class RunConfig:
     matmul_precision: str = opt("highest", "float32 products on the GPU: highest = no TF32",
                                 choices=("highest", "high", "medium"))
     detect_anomaly: bool = opt(False, "name the operation whose gradient is NaN; several times slower")
+    tensorboard: bool = opt(True, "metrics also go to <run>/tensorboard when TensorBoard is installed (extra `viz`)")
     threads: int = opt(0, "torch CPU threads per process, 0 = cores not taken by workers / processes", low=0)
+
+
+@dataclass
+class ProfileConfig:
+    active: int = opt(0, "optimiser steps that torch.profiler records, 0 = no profile; 3 is a good number", low=0)
+    wait: int = opt(1, "steps left alone before", low=0)
+    warmup: int = opt(1, "steps profiled but thrown away before", low=0)
+    repeat: int = opt(1, "so many such rounds, each with a trace and a table of its own", low=1)
 
 
 @dataclass
@@ -179,6 +188,7 @@ class Config:
     phase1: Phase1Config = sub(Phase1Config, "Phase 1: world model (train_ddp.py --phase 1)")
     phase2: PPOConfig = sub(PPOConfig, "Phase 2: PPO (train_rl.py)")
     phase3: Phase3Config = sub(Phase3Config, "Phase 3: constrained optimisation (train_ddp.py --phase 3)")
+    profile: ProfileConfig = sub(ProfileConfig, "Profiles of the three phases' training steps (runtime/profiler.py)")
     checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
     evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
     coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")

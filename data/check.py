@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import ConfigError
+from configs import ConfigError, console
 from data.layout import DataError, Shape, chunk_offset, file_hash, read_description, read_json
 from data.records import not_finite, parse
 
@@ -103,11 +103,7 @@ def impossible(records):
 
 def main(arguments=None):
     from configs.command_line import parse as parse_command
-    try:
-        folder = parse_command(__doc__, arguments).config.data.folder
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    folder = parse_command(__doc__, arguments).config.data.folder
     findings, facts = check(folder)
     for line in findings[:SHOWN]:
         print(line, file=sys.stderr)
@@ -120,4 +116,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main, ConfigError))

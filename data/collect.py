@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs import ConfigError
+from configs import ConfigError, console
 from data.layout import (DataError, check_settings, file_hash, only_writer, raw_settings, read_json, scenarios,
                          traffic_seed, write_atomically)
 from env.baselines import make_baseline
@@ -82,22 +82,23 @@ def collect(cfg, report=print):
         todo = [job for job in plan if not all((folder / name).exists()
                                                for name in chunk_names(job, cfg.data.samples_per_chunk))]
         report(f"collect: {len(plan)} episodes, {len(plan) - len(todo)} already there, {cfg.data.processes} processes")
-        run_episodes(cfg, todo, folder, report)
+        run_episodes(cfg, todo, folder)
         if not (folder / "metadata.json").exists():  # never anew: its hashes are what damage is measured against
             _write_metadata(cfg, folder, plan)
     return folder
 
 
-def run_episodes(cfg, jobs, folder, report):
+def run_episodes(cfg, jobs, folder):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
         futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
         try:
+            console.begin("collect: episode")
             for done, future in enumerate(as_completed(futures), 1):
-                job = futures[future]
-                report(f"collect: {done}/{len(jobs)} episode {job.episode} ({job.scenario}, {job.controller}, demand "
-                       f"x{job.demand_scale}): {future.result()} samples")
+                samples, job = future.result(), futures[future]
+                console.progress("collect: episode", done, len(jobs), f"{samples} samples of {job.scenario}, "
+                                 f"{job.controller}, demand x{job.demand_scale}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -223,18 +224,10 @@ def _start_worker(parent):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def main(arguments=None):
+def main():
     from configs.command_line import parse
-    try:
-        cfg = parse(__doc__, arguments).config
-        collect(cfg)
-    except (ConfigError, DataError, SumoError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; finished episodes are kept and the same command continues", file=sys.stderr)
-    return 0
+    collect(parse(__doc__).config)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main, (ConfigError, DataError, SumoError), "finished episodes are kept, "))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import ConfigError
+from configs import ConfigError, console
 from data.layout import (FEATURES, VERSION, DataError, Shape, check_settings, file_hash, only_writer, processed_folder,
                          raw_settings, read_json, traffic_seed, write_atomically)
 from data.location import make_room, mark_used
@@ -50,7 +50,7 @@ def build(cfg, meta, out, report):
     raw, shape = Path(cfg.data.folder) / "raw", Shape.of(cfg)
     out.mkdir(parents=True, exist_ok=True)
     plan = destinations(meta, cfg.data.samples_per_chunk, traffic_seed(cfg))
-    _fill_chunks(cfg, raw, out, meta, plan, shape, report)
+    _fill_chunks(cfg, raw, out, meta, plan, shape)
     ranges = _ranges(out, plan) if shape.storage == "int8" else None
     chunks = [_finish_chunk(out, name, plan, shape, ranges) for name in plan["sizes"]]
     statistics = compute_statistics(out, [c for c in chunks if c["split"] == "train"], ranges)
@@ -93,7 +93,7 @@ def destinations(meta, per_chunk, seed):
     return {"rows": rows, "sizes": sizes, "splits": splits, "duplicates": duplicates}
 
 
-def _fill_chunks(cfg, raw, out, meta, plan, shape, report):
+def _fill_chunks(cfg, raw, out, meta, plan, shape):
     """Build the records of every raw chunk that progress.json does not list yet into half-built float16 chunks."""
     progress, dtype = out / "progress.json", shape._replace(storage="float16").frame()
     done = read_json(progress, "a list of chunks") if progress.exists() else []
@@ -101,6 +101,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape, report):
         if not (out / name).exists() and not (out / f"{name}.part").exists():
             write_atomically(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
             done = []
+    console.begin("preprocess: raw chunk", len(done))
     for number, chunk in enumerate(meta["chunks"], 1):
         if chunk["file"] in done:
             continue
@@ -121,8 +122,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape, report):
             array.flush()
         done.append(chunk["file"])
         write_atomically(progress, json.dumps(done))
-        if number % 10 == 0 or number == len(meta["chunks"]):
-            report(f"preprocess: {number}/{len(meta['chunks'])} raw chunks")
+        console.progress("preprocess: raw chunk", number, len(meta["chunks"]), always=number == len(meta["chunks"]))
 
 
 def _raw_samples(raw, chunk):
@@ -182,15 +182,10 @@ def compute_statistics(out, chunks, ranges):
     return result
 
 
-def main(arguments=None):
+def main():
     from configs.command_line import parse
-    try:
-        preprocess(parse(__doc__, arguments).config)
-    except (ConfigError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    preprocess(parse(__doc__).config)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(console.exit_code(main, (ConfigError, DataError), "finished chunks are kept, "))

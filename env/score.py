@@ -94,7 +94,7 @@ class EpisodeTotals:
                 "mean_speed": self.speed_sum / busy, "collisions": self.collisions, "teleports": self.teleports,
                 "min_ttc": self.min_ttc if math.isfinite(self.min_ttc) else None, "hard_brakes": self.hard_brakes,
                 "controlled_vehicle_steps": int(self.commands), "overflow": self.overflow, "steps": self.steps,
-                "return": self.reward_sum}
+                "return": self.reward_sum, "icvs": self.icv_sum / max(self.steps, 1)}
 
 
 def paired_score(row, base):

@@ -11,6 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError
+from configs.console import say
 from runtime.precision import set_numerics
 from runtime.resources import threads_per_process
 
@@ -31,7 +32,7 @@ class Team:
     def say(self, text):
         """Print on the first rank only."""
         if self.is_main:
-            print(text, flush=True)
+            say(text)
 
     def all_sum(self, values):
         """Sum over ranks of a list of numbers or a tensor [n], in float64. Waits for the device once."""

@@ -1,8 +1,12 @@
-"""Metrics with a fixed vocabulary: one JSON line per record in metrics.jsonl and one aligned line on the console."""
+"""Metrics with a fixed vocabulary: one JSON line per record in metrics.jsonl, one line on the console, TensorBoard's
+events where it is installed, and warnings about what looks wrong."""
 import json
 import math
+import statistics
 import time
 from pathlib import Path
+
+from configs import console
 
 # Name -> meaning. A name outside this table is refused; the README's glossary is compared with it by a test.
 VOCABULARY = {
@@ -35,6 +39,8 @@ VOCABULARY = {
     "loss_scale": "loss scale of mixed precision (1 = off)",
     "overflow_share": "share of optimiser steps skipped because of an overflow",
     "return": "reward summed over an episode, mean over the episodes that ended in this record",
+    "return_per_icv": "return divided by the mean number of ICVs present, over ended episodes",
+    "mean_speed": "mean speed of all vehicles, m/s, over ended episodes",
     "reward": "mean reward per control step",
     "c_int": "intervention cost per control step and ICV, mean",
     "episodes": "episodes that ended in this record",
@@ -59,17 +65,24 @@ VOCABULARY = {
     "time_graph": "seconds of a worker building observations",
     "time_idle": "seconds of a worker waiting for orders",
     "time_learn": "seconds spent learning",
+    "gpu_use": "share of time in which the first rank's GPU computed, sampled after learning (needs nvidia-ml-py)",
     "memory_mb": "memory of this process and its children (PSS), MB",
 }
-SHOWN = ("stage", "loss", "loss_held_out", "rmse_position", "rmse_position_cv", "return", "reward", "c_int",
+# On the console, what matters most first: a terminal cuts the line.
+SHOWN = ("stage", "loss_held_out", "return", "c_int", "rmse_position", "rmse_position_cv", "reward", "loss",
          "multiplier", "limit", "ocr", "released", "kl", "env_steps_per_s", "samples_per_s", "memory_mb")
+RECENT = 10  # records
+# Metric, sign of what is worse, for the divergence check.
+DIVERGING = (("loss_held_out", 1), ("return", -1))
 
 
 class Metrics:
-    """`record` appends to <folder>/metrics.jsonl and prints; a rank that is not the first does neither."""
+    """`record` appends to <folder>/metrics.jsonl, to <folder>/tensorboard if `board`, and prints; a rank that is not
+    the first does nothing."""
 
-    def __init__(self, folder, phase, active=True):
+    def __init__(self, folder, phase, active=True, board=False):
         self.path, self.phase, self.active = Path(folder) / "metrics.jsonl", phase, active
+        self.board, self.writer = board, None
 
     def record(self, epoch, total, **values):
         """Write one record; `epoch` of `total`. Unknown names are a programming error (KeyError)."""
@@ -83,10 +96,30 @@ class Metrics:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         shown = "  ".join(f"{name} {_short(row[name])}" for name in SHOWN if row.get(name) is not None)
-        print(f"phase {self.phase}  {epoch:>4d}/{total}  {shown}", flush=True)
+        console.progress(f"phase {self.phase}", epoch, total, shown)
+        self._draw(epoch, row)
+        rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase]
+        for kind, text in findings(rows).items():
+            if kind not in findings(rows[:-1]):  # said when it begins
+                console.say(f"WARNING: {text}")
+
+    def _draw(self, epoch, row):
+        if self.board and self.writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter  # an extra
+            except ImportError:
+                self.board = False
+                return
+            folder = self.path.parent / "tensorboard" / f"phase{self.phase}"
+            self.writer = SummaryWriter(str(folder), purge_step=epoch)  # a resumed run draws these again
+        if self.writer is not None:
+            for name in [name for name, value in row.items() if value is not None and name not in ("phase", "time")]:
+                self.writer.add_scalar(name, row[name], epoch, row["time"])
+            self.writer.flush()
 
     def drop_after(self, epoch):
         """Forget this phase's records after `epoch`: a resumed run writes them again."""
+        console.begin(f"phase {self.phase}", epoch)
         if not self.active or not self.path.exists():
             return
         rows = read_metrics(self.path)
@@ -104,6 +137,33 @@ def read_metrics(path):
         except ValueError:  # the last line of a run that was killed while writing
             continue
     return rows
+
+
+def findings(rows):
+    """{kind: what looks wrong and what to do} in the records of a phase; the last ones decide."""
+    rows = [row for row in rows if row.get("stage") != 1]  # its loss and gradients are small, and other ones follow
+    found, recent = {}, {name: _values(rows, name)[-RECENT:] for name in ("grad_norm", "overflow_share")}
+    norm, share = (statistics.fmean(values) if len(values) == RECENT else None for values in recent.values())
+    if norm is not None and not 0.1 <= norm <= 10:
+        found["grad_norm"] = (f"gradient norm {norm:.3g} (mean of the last {RECENT} records), usual are 0.1 to 10: "
+                              + ("lower lr, or look for outliers in the data" if norm > 10 else
+                                 "little is learned any more: fine at the end, else raise lr"))
+    if share is not None and share > 0.01:
+        found["overflow_share"] = (f"{share:.1%} of the last optimiser steps overflowed: lower amp.init_scale, raise "
+                                   "amp.growth_interval, or set amp.dtype=off")
+    for name, sign in DIVERGING:
+        values = _values(rows, name)
+        before, last = values[:-RECENT], values[-RECENT:]
+        if (len(before) >= RECENT and statistics.pstdev(last) > 2 * statistics.pstdev(before)
+                and sign * statistics.fmean(last) > sign * statistics.fmean(before)):
+            found[name] = (f"{name} diverges: its last {RECENT} values spread {statistics.pstdev(last):.3g}, those "
+                           f"before {statistics.pstdev(before):.3g}, and they got worse; lower lr or clip_norm and "
+                           "begin the phase again")
+    return found
+
+
+def _values(rows, name):
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 def _short(value):

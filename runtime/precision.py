@@ -4,6 +4,9 @@ import os
 
 import torch
 
+MOST_OVERFLOWS = 100  # in a row: enough to get from the highest scale to the lowest
+WHAT_TO_DO = ("The checkpoint before is kept. Look for bad rows with data.check, lower lr or clip_norm; "
+              "run.detect_anomaly=true names the operation that produced the first NaN")
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -18,6 +21,16 @@ def set_numerics(run):
     torch.autograd.set_detect_anomaly(run.detect_anomaly)
 
 
+def require_finite(norm, module, losses):
+    """Stop with a diagnosis when the gradient norm (after the all-reduce, so on all ranks alike) is NaN or infinite."""
+    if torch.isfinite(norm):
+        return
+    broken = [name for name, p in module.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()]
+    raise FloatingPointError(f"gradient norm {float(norm)}, losses {({k: float(v) for k, v in losses.items()})}; the "
+                             f"step was not taken. Not finite: the gradients of {len(broken)} parameters, the first "
+                             f"{', '.join(broken[:3])}. {WHAT_TO_DO}")
+
+
 class HysteresisScaler(torch.amp.GradScaler):
     """GradScaler that backs off only after `hysteresis` overflows in a row, within [min_scale, max_scale].
 
@@ -29,7 +42,7 @@ class HysteresisScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=amp.init_scale, growth_factor=amp.growth_factor,
                          backoff_factor=amp.backoff_factor, growth_interval=amp.growth_interval, enabled=enabled)
         self.amp, self.agree, self.number, self.overflow = amp, agree, amp.init_scale, False
-        self.overflows_in_row = self.steps_since_growth = self.overflows = 0
+        self.overflows_in_row = self.steps_since_growth = self.overflows = self.stuck = 0
 
     def step(self, optimizer):
         """The optimiser's step, unless a rank found an overflow. Call `unscale_` before."""
@@ -43,6 +56,10 @@ class HysteresisScaler(torch.amp.GradScaler):
         """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow."""
         if not self.is_enabled():
             return False
+        self.stuck = self.stuck + 1 if self.overflow else 0
+        if self.stuck == MOST_OVERFLOWS:  # on all ranks at the same step
+            raise FloatingPointError(f"{self.stuck} optimiser steps in a row overflowed, down to a loss scale of "
+                                     f"{self.number:g}: not the scale, but NaN or infinite values. {WHAT_TO_DO}")
         self.number = self._next_scale(self.overflow)
         super().update(self.number)
         return self.overflow

@@ -11,6 +11,7 @@ import time
 import numpy as np
 import torch
 
+from configs import console
 from runtime.storage import Rollout
 
 STORED = ("picks", "u", "lane", "release", "pace", "log_prob", "value", "cost_value")
@@ -62,7 +63,9 @@ class Collector:
         self.rollout = Rollout(steps, envs, self.folder, self.spill_mb)
         self.facts = {"episodes": [], "clips": 0, "emergencies": 0, "commands": 0, "time_infer": 0.0, "time_wait": 0.0,
                       "time_store": 0.0, "steps": steps * envs, "lost_steps": 0}
+        console.begin("collect: step")
         for t in range(steps):
+            console.progress("collect: step", t, steps, always=False)
             for group in self.groups:
                 if t:
                     self._finish(group, t - 1)

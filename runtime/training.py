@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from configs import Config, dump_config, to_dict
+from configs.options import leaves
 from runtime import checkpoint
+from runtime.profiler import profile_steps
 from runtime.resources import claim
 
 
@@ -23,16 +25,9 @@ def run_folder(cfg):
 def save_config(cfg, folder):
     """Write config.yaml of a run folder, and print what differs from the defaults."""
     dump_config(cfg, folder / "config.yaml")
-    changed = list(_differences(to_dict(cfg), to_dict(Config())))
+    changed = [f"{key}={value}" for (key, value, _), (_, default, _) in zip(leaves(cfg), leaves(Config()))
+               if value != default]
     print(f"configuration: {folder / 'config.yaml'}; not default: {', '.join(changed) or 'nothing'}", flush=True)
-
-
-def _differences(ours, theirs, prefix=""):
-    for key, value in ours.items():
-        if isinstance(value, dict):
-            yield from _differences(value, theirs[key], f"{prefix}{key}.")
-        elif value != theirs[key]:
-            yield f"{prefix}{key}={value}"
 
 
 def schema(cfg):
@@ -59,6 +54,8 @@ class Progress:
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.lock = claim(folder) if team.is_main else None
+        if team.is_main:
+            profile_steps(optimizer, cfg.profile, folder)
         self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
                          "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
 
@@ -136,14 +133,26 @@ def mean_logs(team, logs):
     local = [torch.stack([log[name] for log in logs]).double().mean().to(team.device) for name in logs[0]]
     means = {name: total / team.world for name, total in zip(logs[0], team.all_sum(torch.stack(local)))}
     picks = max(means.pop("picks", 0.0), 1e-9)
-    return {name: mean / picks if name in ("kl", "clip_share") else mean for name, mean in means.items()}
+    means = {name: mean / picks if name in ("kl", "clip_share") else mean for name, mean in means.items()}
+    return {**means, **gpu_use(team.device)}
+
+
+def gpu_use(device):
+    """{"gpu_use": share of its time in which the GPU computed of late}, empty where nobody can tell."""
+    if device.type != "cuda":
+        return {}
+    try:
+        return {"gpu_use": torch.cuda.utilization(device) / 100}
+    except Exception:  # no nvidia-ml-py, or a driver (WSL2) that does not say
+        return {}
 
 
 def episode_facts(team, facts):
     """Means over the episodes that ended on all ranks, shield shares, rates and times of one collection."""
     own = {"episodes": len(facts["episodes"]), **{k: v for k, v in facts.items() if k != "episodes"}}
-    for key in ("return", "ocr", "collisions", "overflow"):
+    for key in ("return", "ocr", "collisions", "overflow", "mean_speed"):
         own[key] = sum(episode[key] for episode in facts["episodes"])
+    own["return_per_icv"] = sum(episode["return"] / max(episode["icvs"], 1) for episode in facts["episodes"])
     f = dict(zip(own, team.all_sum(list(own.values()))))
     result = {"episodes": int(f["episodes"]), "shield_clips": f["clips"] / max(f["commands"], 1),
               "shield_emergencies": f["emergencies"] / max(f["commands"], 1),
@@ -151,7 +160,7 @@ def episode_facts(team, facts):
               "env_steps_per_s": f["steps"] * team.world / max(f["time_collect"], 1e-9),
               **{key: f[key] / team.world for key in f if key.startswith("time_")}}
     if f["episodes"]:
-        result.update({"return": f["return"] / f["episodes"], "ocr": f["ocr"] / f["episodes"],
+        result.update({**{key: f[key] / f["episodes"] for key in ("return", "return_per_icv", "ocr", "mean_speed")},
                        "collisions": int(f["collisions"]), "overflow_vehicles": int(f["overflow"])})
     return result
 
@@ -197,5 +206,5 @@ def run_script(main, user_errors):
             Path(os.environ["BAD_INPUT_FILE"]).write_text("2")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
         return 130

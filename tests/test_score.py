@@ -53,7 +53,7 @@ def test_episode_totals_average_over_the_steps_with_vehicles():
     assert (out["collisions"], out["teleports"], out["hard_brakes"]) == (2, 1, 1)
     # Averages over the two steps with vehicles: standard deviations 5 and 0, mean |a| 1.5 and 2.
     assert (out["sigma_v"], out["abs_a"], out["mean_speed"]) == (2.5, 1.75, 12.5)
-    assert out["c_int"] == 7.0 / 3 and out["min_ttc"] is None
+    assert out["icvs"] == 1.0 and out["c_int"] == 7.0 / 3 and out["min_ttc"] is None
 
 
 def test_warm_up_is_forgotten_in_averages_but_not_in_counts():

@@ -205,10 +205,10 @@ def test_a_lost_step_teaches_nothing_and_ends_the_episode_as_expected(cfg):
 
 def test_evaluation_repeats_an_episode_that_was_lost(cfg, scenarios):
     cfg.evaluate.workers = 1
-    expected, _ = evaluate(cfg, ["none"], [5, 6], folder=scenarios, say=lambda text: None)
+    expected, _ = evaluate(cfg, ["none"], [5, 6], folder=scenarios, say=lambda *text: None)
     killed = []
 
-    def kill_once(text):
+    def kill_once(*text):
         if not killed:  # the first episode has ended: the second one's SUMO will not live long
             killed.extend(pid for pid in process_tree() if component(pid) == "sumo")
             threading.Timer(0.02, lambda: [os.kill(pid, KILL) for pid in killed]).start()

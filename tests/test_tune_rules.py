@@ -54,7 +54,7 @@ def test_episodes_without_control_are_run_once(monkeypatch):
 def test_an_episode_is_that_of_evaluation(scenarios):
     cfg = load_config("configs/smoke.yaml", ["evaluate.workers=1", "data.margin=0", "phase1.augment.time_shift=0"])
     cfg.env.horizon_s, cfg.env.terminate_on_collision = 20.0, False
-    rows, _ = evaluate(cfg, ["tuned"], [3], folder=scenarios, say=lambda text: None)
+    rows, _ = evaluate(cfg, ["tuned"], [3], folder=scenarios, say=lambda *text: None)
     row = play(cfg, "tuned", 3, scenarios)
     assert row == {name: rows[1][name] for name in row} and row["steps"] == 20
     assert make_baseline("tuned", cfg).keywords["meter_brake"] == 0.31

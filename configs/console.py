@@ -1,0 +1,80 @@
+"""What every command tells on the way: one line that renews itself in a terminal, plain lines in a log."""
+import os
+import shlex
+import shutil
+import sys
+import time
+
+EVERY_S = {"terminal": 0.2, "log": 30.0}
+_begun, _shown, _lasting = {}, [0.0], [""]  # {step: (time, how far it was)}, time of the last line, the last `always`
+
+
+def live():
+    return sys.stdout.isatty()
+
+
+def first_rank():
+    return os.environ.get("RANK", "0") == "0"
+
+
+def begin(what, done=0):
+    """Start the clock of a step that stands at `done`."""
+    _shown[0] = time.monotonic()
+    _begun[what] = _shown[0], done
+
+
+def progress(what, done, total, text="", always=True):
+    """Tell how far the step `what` is, how fast, for how long still, and `text`. Not `always`: a part of that step, of
+    which a log hears twice a minute, a terminal, where both share the line, five times a second. Of several ranks only
+    the first speaks."""
+    now = time.monotonic()
+    start, first = _begun.setdefault(what, (now, done))
+    if not first_rank() or not always and now - _shown[0] < EVERY_S["terminal" if live() else "log"]:
+        return
+    _shown[0], speed, left = now, "", ""
+    if done > first and now > start:
+        rate = (done - first) / (now - start)
+        speed = f"  {rate:.3g}/s" if rate >= 1 else f"  {1 / rate:.3g} s each"
+        left = f"  {duration((total - done) / rate)} left" if done < total else ""
+    line = f"{what}  {done:>{len(str(total))}d}/{total}{speed}{left}  {text}".rstrip()
+    if always:
+        _lasting[0] = line
+    if live() and not (always and done == total):
+        columns = shutil.get_terminal_size().columns
+        line = line if always else f"{line}  |  {_lasting[0]}"
+        print(f"\r\x1b[K{line[:columns - 1]}", end="\r", flush=True)  # what follows is printed over it
+    else:
+        say(line)
+
+
+def say(text):
+    """Print a line that stays."""
+    print(f"\x1b[K{text}" if live() else text, flush=True)
+
+
+def duration(seconds):
+    """As a person would say it: 40 s, 12 min, 3 h 20 min."""
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def again():
+    """How a stopped command is continued. Below the coordinator or torchrun this process's own command is not it."""
+    if "BAD_INPUT_FILE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        return "the same command continues"
+    return f"the same command continues: {shlex.join(sys.orig_argv)}"
+
+
+def exit_code(work, mistakes, kept=""):
+    """Exit code of `work()`: a mistake of the user (one of these exceptions) is one message and 2; Ctrl-C says what is
+    kept."""
+    try:
+        return work() or 0
+    except mistakes as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; {kept}{again()}", file=sys.stderr)
+        return 0

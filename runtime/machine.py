@@ -1,0 +1,179 @@
+"""What the doctor looks at: packages, GPU, memory, limits. Every finding that is not fine says what to do."""
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+OK, WARN, FAIL = "ok", "warn", "FAIL"
+WSLCONFIG = ("in C:\\Users\\<you>\\.wslconfig, section [wsl2]: memory=14GB and swap=16GB on a host with 16 GB, then "
+             "`wsl --shutdown` in PowerShell")
+NEEDED = ("torch", "numpy", "PyYAML", "gymnasium", "traci", "eclipse-sumo")
+
+
+class Finding(NamedTuple):
+    """One line of the doctor: OK, WARN or FAIL, what was looked at, what was found, and what to do about it."""
+    status: str
+    what: str
+    found: str
+    remedy: str = ""
+
+
+def installed(names):
+    """{name: version, None = not installed} of Python packages."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def packages(versions):
+    """`versions`: {name: version or None} of NEEDED and libsumo."""
+    found = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    missing = [name for name in NEEDED if not versions[name]]
+    if missing:
+        return Finding(FAIL, "packages", f"missing: {', '.join(missing)}; found {found}", "pip install -e .")
+    release = versions["eclipse-sumo"]
+    other = [name for name in ("traci", "libsumo") if versions[name] not in (None, release)]
+    if other:
+        return Finding(FAIL, "packages", f"{found}: not one release of SUMO",
+                       "pip install " + " ".join(f"{name}=={release}" for name in other))
+    return Finding(OK, "packages", f"Python {platform.python_version()}, {found}")
+
+
+def gpus(wanted, smi=None):
+    """One finding per GPU; `wanted` is run.device, `smi` what nvidia-smi says, "" = no such program or no answer."""
+    import torch
+    smi = nvidia_smi() if smi is None else smi
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            p = torch.cuda.get_device_properties(i)
+            (torch.ones(64, 64, device=f"cuda:{i}") @ torch.ones(64, 64, device=f"cuda:{i}")).sum().item()
+            yield Finding(OK, "GPU", f"{p.name}, {p.total_memory / 2**30:.0f} GB, compute capability {p.major}."
+                          f"{p.minor}, CUDA {torch.version.cuda}, driver {smi.partition(',')[0] or 'unknown'}")
+    elif smi:
+        yield Finding(FAIL, "GPU", f"driver {smi}, but torch {torch.__version__} does not use it",
+                      "this is PyTorch's CPU build: install the CUDA build, see pytorch.org" if not torch.version.cuda
+                      else f"update the driver (on WSL2: the one of Windows) to one for CUDA {torch.version.cuda}")
+    else:
+        yield Finding(FAIL if wanted == "cuda" else WARN, "GPU", "none, everything runs on the CPU",
+                      "run.device=auto, and configs/quick.yaml, which is made for the CPU; for a GPU that is there, "
+                      "install NVIDIA's driver (on WSL2: in Windows only)")
+
+
+def nvidia_smi():
+    """"driver version, names" or ""."""
+    program = shutil.which("nvidia-smi", path=os.environ.get("PATH", "") + ":/usr/lib/wsl/lib")
+    if program is None:
+        return ""
+    command = [program, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "; ".join(done.stdout.split("\n")).strip("; ") if done.returncode == 0 else ""
+
+
+def precision(dtypes, capability, native_bf16):
+    """`dtypes`: those that the configuration asks for; `capability` (major, minor) of the GPU, None without one."""
+    if capability is None:
+        return Finding(OK, "precision", "float32 on the CPU, whatever amp.dtype says")
+    number = ".".join(map(str, capability))
+    if capability < (7, 0):
+        return Finding(WARN, "precision", f"compute capability {number} has no tensor cores: fp16 is slow, bf16 is "
+                       "emulated", "phase1.amp.dtype=off, likewise phase2 and phase3")
+    if native_bf16:
+        return Finding(OK, "precision", f"fp16 and bf16 in hardware (compute capability {number})")
+    found = f"fp16 in hardware; bf16 only emulated on compute capability {number} (Turing), whatever PyTorch says"
+    if "bf16" in dtypes:
+        return Finding(WARN, "precision", found, "phase1.amp.dtype=fp16, likewise phase2 and phase3; "
+                       "bf16 is replaced by fp16 here")
+    return Finding(OK, "precision", found + ": use fp16")
+
+
+def sockets():
+    """SUMO is spoken to through a port of this machine, workers and ranks through sockets."""
+    try:
+        with socket.socket() as server, socket.socket() as client:
+            server.bind(("127.0.0.1", 0))
+            server.listen()
+            client.settimeout(5)
+            client.connect(server.getsockname())
+        for end in socket.socketpair():
+            end.close()
+    except OSError as error:
+        return Finding(FAIL, "sockets", f"no connection within this machine: {error}",
+                       "allow 127.0.0.1 in firewall or container; `ip link set lo up`")
+    return Finding(OK, "sockets", "a port on 127.0.0.1 and a socket pair")
+
+
+def meminfo(root="/"):
+    """{"total", "available", "swap"} in GB: what the machine, or the container, has."""
+    lines = dict(line.split(":") for line in (Path(root) / "proc/meminfo").read_text().splitlines())
+    gb = {key: int(lines[name].split()[0]) / 2**20
+          for key, name in (("total", "MemTotal"), ("available", "MemAvailable"), ("swap", "SwapTotal"))}
+    limit = Path(root) / "sys/fs/cgroup/memory.max"
+    if limit.exists() and limit.read_text().strip().isdigit():
+        limit = int(limit.read_text()) / 2**30
+        gb.update(total=min(gb["total"], limit), available=min(gb["available"], limit))
+    return gb
+
+
+def memory(gb, wsl):
+    """Two findings from `meminfo`; `wsl`: this is WSL2."""
+    found = f"{gb['total']:.1f} GB, {gb['available']:.1f} GB of it available"
+    more = WSLCONFIG if wsl else "close other programs"
+    if gb["available"] < 2:
+        yield Finding(FAIL, "memory", found, f"the smallest runs need 2 GB: {more}")
+    elif gb["available"] < 12:
+        yield Finding(WARN, "memory", found, f"12 GB are planned for: {more}; or --config configs/low_memory.yaml "
+                      "(8 GB) or configs/quick.yaml (2 GB)")
+    else:
+        yield Finding(OK, "memory", found)
+    if gb["swap"] < 1:
+        yield Finding(WARN, "swap", f"{gb['swap']:.1f} GB: a short peak ends the run", WSLCONFIG if wsl else
+                      "fallocate -l 8G /swapfile; chmod 600 /swapfile; mkswap /swapfile; swapon /swapfile")
+    else:
+        yield Finding(OK, "swap", f"{gb['swap']:.1f} GB")
+
+
+def space(path, need_gb, what, remedy, free=None):
+    """Free space where `path` is or will be; `free` in bytes, by default asked for."""
+    place = next(p for p in (Path(path).resolve(), *Path(path).resolve().parents) if p.exists())
+    gb = (shutil.disk_usage(place).free if free is None else free) / 2**30
+    found = f"{gb:.1f} GB free in {place}"
+    return Finding(OK, what, found) if gb >= need_gb else Finding(WARN, what, found, remedy)
+
+
+def open_files(limit=None):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    found = f"{limit} at once"
+    return Finding(OK, "open files", found) if limit >= 1024 else Finding(WARN, "open files", found, "ulimit -n 65536")
+
+
+def wsl2(release=None):
+    """(whether this is WSL2, findings) from the kernel's release."""
+    release = platform.release() if release is None else release
+    if "microsoft" not in release.lower():
+        return False, []
+    if "WSL2" not in release:
+        return False, [Finding(FAIL, "WSL", f"kernel {release} is WSL1: no GPU, slow files",
+                               "`wsl --set-version <distribution> 2` in PowerShell")]
+    return True, [Finding(OK, "WSL2", f"kernel {release}; it gets half of the host's memory unless told otherwise: "
+                          f"{WSLCONFIG}")]
+
+
+def processors(load=None):
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0] if load is None else load
+    found = f"{cores}, load {load:.1f}"
+    if load > 0.5 * cores:
+        return Finding(WARN, "processors", found, "others compute here too: what is measured below is too slow; wait "
+                       "or stop them (`top`)")
+    return Finding(OK, "processors", found)
