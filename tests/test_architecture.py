@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "env", "data", "models", "runtime", "benchmarks")
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 # The arrows: what a package may import besides the standard library and itself.
-MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"},
+MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo", "pettingzoo"},
               "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"},
               "runtime": {"configs", "torch", "numpy"}}
 TORCH_FREE = ("env", "data.collect", "data.preprocess", "data.layout", "data.check", "data.records", "configs")
