@@ -110,7 +110,8 @@ class DataConfig:
                          "ones exactly those", low=0, high=16)
     held_out: float = opt(0.2, "share of the episodes kept for validation", low=0.01, high=0.9)
     controllers: list[str] = opt(["none", "random", "lane_advice", "follower_stopper"],
-                                 "who drives the ICVs while collecting, in turn by episode", choices=BASELINES)
+                                 "who drives the ICVs while collecting (env/baselines.py), in turn by episode",
+                                 choices=BASELINES)
     demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode", low=0.01, high=10)
     processes: int = opt(6, "SUMO processes that collect at once", low=1)
     storage: str = opt("float16", "features on disk; int8 halves them (data/storage.py says at what error)",
@@ -141,7 +142,8 @@ class CheckpointConfig:
 @dataclass
 class EvaluateConfig:
     seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 1)
-    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored",
+    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"],
+                                 "who is scored: rules of env/baselines.py, policy",
                                  choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     workers: int = opt(6, "processes that simulate at once", low=1)

@@ -1,10 +1,20 @@
 """Settings of the built-in scenarios, their human drivers, and the controllers to compare with."""
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 from configs.options import opt, sub
 
-# env/baselines.py
-BASELINES = ("none", "random", "lane_advice", "speed_advice", "follower_stopper", "idm", "pi_saturation")
+
+def baseline_names():
+    """Names of the controllers: the keys of BASELINES in env/baselines.py. That file is read, not imported (configs
+    imports nothing of the project), so that a new controller is one file's change and a mistyped one is refused."""
+    source = ast.parse((Path(__file__).parent.parent / "env" / "baselines.py").read_text())
+    tables = {ast.unparse(s.targets[0]): s.value for s in source.body if isinstance(s, ast.Assign)}
+    return tuple(key.value for key in tables["BASELINES"].keys)
+
+
+BASELINES = baseline_names()
 
 
 @dataclass
