@@ -44,15 +44,18 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, cfg):
+        """The shape that a configs.Config asks for."""
         d = cfg.data
         return cls(d.history, d.future, d.margin, d.vehicles[1], cfg.graph.k_max + d.k_vary, d.storage)
 
     @property
     def window(self):
+        """Control steps of history and future together."""
         return self.history + self.future
 
     @property
     def frames(self):
+        """Control steps on disk: the window and its margins."""
         return self.window + 2 * self.margin
 
     def frame(self):

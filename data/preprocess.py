@@ -39,6 +39,7 @@ def preprocess(cfg, report=print):
 
 
 def is_complete(out):
+    """Whether metadata.json and all chunks that it names are there."""
     if not (out / "metadata.json").exists():
         return False
     chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]

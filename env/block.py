@@ -106,5 +106,6 @@ class Environments:
             arrays[name][index] = value
 
     def close(self):
+        """End every SUMO."""
         for env in self.envs.values():
             env.close()

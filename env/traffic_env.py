@@ -83,6 +83,7 @@ class TrafficEnv(gymnasium.Env):
                 for slot, (name, speed) in was.items() if self.slots.icv[slot] and self.slots.names[slot] == name}
 
     def close(self):
+        """End SUMO and remove the environment's own folder; safe to call twice."""
         if self.simulator is not None:
             self.simulator.close()
             self.simulator = None

@@ -188,3 +188,19 @@ def test_every_docstring_opens_a_module():
     silent = [name for name in modules() if (ROOT / (name.replace(".", "/") + ".py")).exists()
               and not ast.get_docstring(ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text()))]
     assert silent == []
+
+
+def public(node, prefix=""):
+    """(dotted name, docstring) of all functions, methods and classes that others may use."""
+    for item in node.body:
+        if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and not item.name.startswith("_"):
+            yield prefix + item.name, ast.get_docstring(item)
+            if isinstance(item, ast.ClassDef):
+                yield from public(item, f"{prefix}{item.name}.")
+
+
+def test_every_public_name_says_what_it_is():
+    """`main` is what the docstring of its module says."""
+    silent = [f"{path.relative_to(ROOT)}: {name}" for package in PACKAGES[:-1] for path in files(package)
+              for name, doc in public(ast.parse(path.read_text())) if not doc and name != "main"]
+    assert silent == []
