@@ -16,11 +16,11 @@ import coordinator
 import evaluate
 import train_ddp
 import train_rl
-from configs import Config, ConfigError, load_config
+from configs import Config, ConfigError, load_config, to_dict
 from configs.command_line import parse
 from data.dataset import BlockSampler
 from data.layout import DataError, chunk_offset, read_description, read_json
-from data.preprocess import destinations
+from data.preprocess import _ranges, destinations
 from env.launch import SumoError
 from env.scenarios import build_scenario
 from env.workers import WorkerError
@@ -86,6 +86,14 @@ def lost_all(folder):
 def evaluation(*words):
     options = parse("", words, evaluate.add_options, load=False)
     return evaluate.settings(options)
+
+
+def other_model(monkeypatch):
+    """Evaluate a policy that commands 7 vehicles with a configuration of 5."""
+    trained = load_config("configs/smoke.yaml", ["env.max_commands=7"])
+    monkeypatch.setattr(evaluate, "find_checkpoint", lambda path: ({"config": to_dict(trained)}, path))
+    monkeypatch.setattr(evaluate, "load_policy", lambda state, folder: (None, trained))
+    evaluation("--checkpoint", "runs/x", "--config", "configs/smoke.yaml", "--controllers", "policy")
 
 
 def python_of_theirs(folder, monkeypatch):
@@ -161,6 +169,8 @@ CASES = [
     ("split is empty", lambda t, m, r: destinations({"chunks": [
         {"file": "a", "episode": 0, "hashes": ["1"]}], "held_out_episodes": []}, 5, 0),
      ["held_out", "1 raw chunks", "data.samples_per_episode"]),
+    ("although chunks beside", lambda t, m, r: _ranges(_written(t / "c.npy", "").parent, {"sizes": {"c.npy": 1}}),
+     ["ranges.json", "missing", "remove"]),
     ("training samples do not fill one step", lambda t, m, r: too_few(r, "phase1.accumulation=50"),
      ["22 training samples", "1 ranks x 4 x accumulation 50", "collect more"]),
     ("do not fill one optimiser step of ", lambda t, m, r: phase3_sequences(m),
@@ -194,6 +204,8 @@ CASES = [
      ["policy", "--checkpoint RUN"]),
     ("no checkpoint there; expected", lambda t, m, r: evaluation("--checkpoint", str(t)),
      ["expected a run folder", "phaseN"]),
+    ("cannot be evaluated with", lambda t, m, r: other_model(m),
+     ["runs/x", "'max_commands': 7", "'max_commands': 5", "without --config"]),
     ("its simulator was lost", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
      ["none with seed 7", "4 times", "rollout.restarts=3", "SUMO said"]),
 ]
@@ -206,11 +218,11 @@ ELSEWHERE = [
     ("SUMO failed: {error}", "test_backends.py"), ("needs the package libsumo", "test_backends.py"),
     ("scenario {cfg.env.scenario}", "test_pipeline.py"), ("data.scenarios={cfg.data.scenarios}", "test_data.py"),
     ("has become shorter", "test_dataset.py"), ("sample {index}: {error}", "test_preprocess.py"),
-    ("missing, damaged or half written", "test_preprocess.py"), ("although chunks beside", "test_preprocess.py"),
+    ("missing, damaged or half written", "test_preprocess.py"),
     ("made with other settings", "test_data.py"), ("data.tmpfs=true", "test_data_location.py"),
-    ("another process is working there", "test_coordinator.py"), ("no room to spill", "test_storage.py"),
+    ("another process is working there", "test_runtime.py"), ("no room to spill", "test_storage.py"),
     ("not even a micro-batch", "test_runtime.py"), ("refused: {' '", "test_checkpoint.py"),
-    ("ddp.backend=nccl needs a GPU", "test_distributed.py"), ("cannot be evaluated with", "test_pipeline.py"),
+    ("ddp.backend=nccl needs a GPU", "test_distributed.py"),
     ("NaN or infinite values; data.check", "test_data_ranks.py")]
 # What no input of a user leads to: SUMO broke TraCI's protocol, or a stranger took the port in the same moment.
 PROTOCOL = ["refused the context subscription", "SUMO announced", "somebody else's SUMO"]
