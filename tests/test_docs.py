@@ -83,7 +83,7 @@ def check_arguments(name, words):
         return
     module = importlib.import_module(name)
     options = parse(module.__doc__, words, getattr(module, "add_options", None), load=False)
-    load_config(options.config or "configs/default.yaml", options.overrides)
+    load_config(options.config_file or "configs/default.yaml", options.overrides)
 
 
 @pytest.mark.parametrize("document, number", PYTHON)
