@@ -83,7 +83,7 @@ import importlib, json, os, sys, threading
 
 class NoSumo:  # as on a machine without the simulator
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("sumo", "libsumo", "matplotlib", "tensorboard", "tqdm"):
+        if name.split(".")[0] in ("sumo", "libsumo", "matplotlib", "tensorboard", "tqdm", "pettingzoo"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 import gymnasium, numpy, torch, torch.distributed.run, traci, yaml
