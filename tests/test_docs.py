@@ -56,6 +56,15 @@ def test_documents_hold_what_is_tested():
     assert len(COMMANDS) > 20 and {c.split()[0] for _, c in COMMANDS} == {"python", "torchrun", "pip", "netgenerate"}
 
 
+def test_files_that_documents_name_exist():
+    for path in DOCUMENTS:
+        text = path.read_text()
+        links = [path.parent / link for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", text)]
+        names = [ROOT / name for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|yaml)|\w+\.py)\b", text)
+                 if not name.startswith(("runs/", "datasets/"))]
+        assert [str(name) for name in links + names if not name.exists()] == [], path
+
+
 @pytest.mark.parametrize("document, command", COMMANDS)
 def test_command_line_is_one_that_the_program_takes(document, command, tmp_path, monkeypatch):
     program, *words = shlex.split(command)
