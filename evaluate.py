@@ -156,7 +156,8 @@ def try_again(job, lost, restarts):
     """The job whose simulator crashed or froze, unless that has happened too often: then WorkerError."""
     lost[job] += 1
     if lost[job] > restarts:
-        raise WorkerError(f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times")
+        raise WorkerError(f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times (rollout.restarts="
+                          f"{restarts}); what SUMO said stands above")
     return job
 
 
@@ -289,7 +290,8 @@ def settings(options):
         model, trained = load_policy(state, folder)
         for cfg in configs.values():
             if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
-                raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}")
+                raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
+                                  "without --config it is evaluated with its own")
         print(f"policy: {folder} (epoch {state['epoch']})\n{model.describe()}")
     return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, model
 

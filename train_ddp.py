@@ -294,7 +294,8 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
                               cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
     if len(stream) < p.accumulation:
         raise ConfigError(f"phase3: {stream.count} sequences x {p.passes} passes do not fill one optimiser step of "
-                          f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}")
+                          f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}; "
+                          "lower one of them or raise phase3.fragment_length")
     for batch in DataLoader(stream, batch_size=None):
         window.append({name: value.float() if value.dtype == torch.float16 else value
                        for name, value in to_device(batch, team.device).items()})

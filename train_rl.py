@@ -144,7 +144,7 @@ def steps_per_env(p, span, team):
              f"{p.minibatch_size} over {team.world} ranks")
     if span.total * steps < p.minibatch_size:
         raise ConfigError(f"phase2.minibatch_size={p.minibatch_size} is larger than an iteration of "
-                          f"{span.total * steps} steps")
+                          f"{span.total * steps} steps; lower it or raise phase2.train_batch_size")
     return steps
 
 

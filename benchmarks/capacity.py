@@ -64,7 +64,7 @@ def measure(cfg, seed, folder):
         metres = env.road.lane_length.sum()
     finally:
         env.close()
-    total = info["episode"]
+    total = info["summary"]
     if cfg.env.scenario in CLOSED:
         demand, outflow = info["vehicles"], info["vehicles"] * total["mean_speed"] / metres * 3600
     else:

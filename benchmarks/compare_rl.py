@@ -14,7 +14,7 @@ that arrived) tells whether everybody simulated about the same load.
 
 Not equal: what is computed. `ours` evaluates graph network, memory, candidates and shield in every step and trains the
 controller on what it stored of them. `sb3` and `rllib` have one MLP each for policy and value on the flattened vehicles
-(benchmarks/flat_env.py), of as many parameters as ours altogether but far fewer operations. `sb3_gnn` and `rllib_gnn`
+(env/flat.py), of as many parameters as ours altogether but far fewer operations. `sb3_gnn` and `rllib_gnn`
 have our frozen graph network before the MLPs, again with as many parameters; no memory, candidates or shield. The
 libraries do not know that it is frozen and compute it anew in every epoch. `env` is our pool of environments alone,
 commanded at random: what the simulation leaves at most to any learner.

@@ -4,7 +4,7 @@ import math
 import torch
 from torch import nn
 
-from benchmarks.flat_env import GRAPH, SCALE, layout
+from env.flat import GRAPH, SCALE, layout
 from models.controller import GLOBAL_MEAN, GLOBAL_STD
 from models.policy import bucket
 from models.presets import PRESETS, Normalizer

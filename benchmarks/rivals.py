@@ -17,13 +17,30 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 
-from benchmarks.flat_env import GRAPH, VEHICLES, FlatTraffic
 from configs import load_config
+from env.flat import GRAPH, VEHICLES, FlatTraffic
 from env.traffic_env import check_scenario
 from env.workers import make_pool
 from runtime.metrics import Metrics
 
 RAY_OBJECT_STORE = 200 * 2 ** 20  # bytes; the least that its documentation suggests
+
+
+class NotingTraffic(FlatTraffic):
+    """FlatTraffic that keeps its scenario in `folder`, and there notes one line per ended episode: shows whether
+    everybody simulated about the same traffic."""
+
+    def __init__(self, cfg, folder, arrays=VEHICLES):
+        super().__init__(cfg, str(Path(folder) / "scenario"), arrays)
+        self.notes = Path(folder) / "episodes.jsonl"
+
+    def step(self, action):
+        *rest, info = super().step(action)
+        if "summary" in info:
+            with open(self.notes, "a") as file:
+                facts = {name: info["summary"][name] for name in ("ocr", "loaded")}
+                file.write(json.dumps({"time": time.time(), **facts}) + "\n")
+        return *rest, {}
 
 
 def hidden_width(inputs, outputs, parameters):
@@ -195,7 +212,7 @@ def main():
     if side.endswith("_gnn"):
         from benchmarks.rival_networks import GraphFeatures
         graph, arrays = GraphFeatures(cfg), GRAPH
-    make_env = functools.partial(FlatTraffic, cfg, folder, arrays)
+    make_env = functools.partial(NotingTraffic, cfg, folder, arrays)
     train = sb3 if side.startswith("sb3") else rllib
     train(cfg, folder, make_env, graph, hidden(cfg, make_env, graph, int(parameters)))
 

@@ -34,7 +34,7 @@ def document(section, indent=""):
 
 def _key(text, meta, indent):
     meaning = meta["doc"]
-    if meta["choices"] and "auto =" not in meaning:
+    if meta["choices"] and not any(text in meaning for text in ("auto =", "env/baselines.py")):
         meaning += f" ({', '.join(meta['choices'])})"
     line = f"{text:<40s} # {meaning}"
     return [line] if len(line) <= WIDTH else [f"{indent}# {meaning}", text]

@@ -85,16 +85,17 @@ def layers(path, seen=()):
     if not path.exists() and (FOLDER / path.name).exists() and (seen or path.parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
     if path.resolve() in seen:
-        raise ConfigError(f"{path}: `base:` leads back to this file")
+        raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")
     try:
         tree = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; expected a YAML file of your own "
+                          f"or one of configs/: {', '.join(sorted(p.name for p in FOLDER.glob('*.yaml')))}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections at the top level, found {tree!r}")
+        raise ConfigError(f"{path}: expected sections such as `env:` at the top level, found {tree!r}")
     base = tree.pop("base", None)
     if base is not None and not isinstance(base, str):
         raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")

@@ -9,6 +9,7 @@ DTYPES = ("fp16", "bf16", "off")
 
 @dataclass
 class AmpConfig:
+    """Mixed precision and its loss scale (runtime/precision.py)."""
     dtype: str = opt("fp16", "autocast type on the GPU; off on CPU", choices=DTYPES)
     strategy: str = opt("dynamic", "loss scaling", choices=("dynamic", "static"))
     init_scale: float = opt(65536.0, "first loss scale", low=1)
@@ -22,6 +23,7 @@ class AmpConfig:
 
 @dataclass
 class LoaderConfig:
+    """How phase 1 reads its batches (data/dataset.py)."""
     num_workers: int = opt(2, "DataLoader processes, 0 = read in the training process", low=0, high=16)
     pin_memory: bool = opt(True, "page-locked batches (only with a GPU)")
     prefetch_factor: int = opt(2, "batches each process prepares ahead", low=1)
@@ -33,6 +35,7 @@ class LoaderConfig:
 
 @dataclass
 class AugmentConfig:
+    """What phase 1 does to its samples (data/augment.py)."""
     time_shift: int = opt(10, "a sample begins up to so many control steps earlier or later; 0 = off", low=0)
     speed_noise: float = opt(0.1, "standard deviation of noise on the seen speeds, m/s; 0 = off", low=0)
     position_jitter: float = opt(5.0, "a sample is moved along the road by up to so much, m; 0 = off", low=0)
@@ -42,6 +45,7 @@ class AugmentConfig:
 
 @dataclass
 class DDPConfig:
+    """DistributedDataParallel (runtime/distributed.py)."""
     backend: str = opt("auto", "auto = nccl with GPUs, gloo without", choices=("auto", "nccl", "gloo"))
     timeout_s: float = opt(1800.0, "a collective that waits longer fails, s", low=1)
     bucket_cap_mb: float = opt(25.0, "gradient bucket, MB", low=1)
@@ -55,6 +59,7 @@ class DDPConfig:
 
 @dataclass
 class Phase1Config:
+    """Supervised training of GNN and world model."""
     epochs: int = opt(50, "passes over the data set", low=1)
     stage1_epochs: int = opt(15, "first epochs: next state only; then stage 2: H states and conflicts", low=0)
     batch_size: int = opt(32, "samples per rank and micro-batch", low=1)
@@ -86,6 +91,7 @@ class CurriculumConfig:
 
 @dataclass
 class PPOConfig:
+    """Phase 2: PPO."""
     iterations: int = opt(200, "collect-and-learn rounds", low=1)
     train_batch_size: int = opt(4000, "environment steps per iteration over all ranks, rounded up to fragments", low=1)
     minibatch_size: int = opt(128, "environment steps per optimiser step over all ranks", low=1)
@@ -113,6 +119,7 @@ class PPOConfig:
 
 @dataclass
 class Phase3Config:
+    """Phase 3: constrained PPO."""
     epochs: int = opt(100, "collect-and-learn rounds; the multiplier moves once in each", low=1)
     fragment_length: int = opt(200, "control steps per environment and epoch", low=1)
     sequence_length: int = opt(10, "control steps of one training sequence", low=2)

@@ -14,6 +14,7 @@ from configs.traffic import (BASELINES, BaselinesConfig, BottleneckConfig, Corri
 
 @dataclass
 class RunConfig:
+    """Name, place, seed, device and numerics of a run."""
     name: str = opt("default", "run folder below `folder`")
     folder: str = opt("runs", "where run folders live")
     seed: int = opt(1, "everything random derives from it", low=0, high=2 ** 31 - 1)
@@ -37,6 +38,7 @@ class ProfileConfig:
 
 @dataclass
 class EnvConfig:
+    """One environment and its SUMO."""
     scenario: str = opt("corridor", "corridor, ring, figure_eight, merge, bottleneck, or path of a .sumocfg")
     backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
                        choices=("traci", "libsumo"))
@@ -64,6 +66,7 @@ class EnvConfig:
 
 @dataclass
 class GraphConfig:
+    """Who is whose neighbour (env/graph.py)."""
     k_min: int = opt(4, "neighbours per vehicle: k = min(max(k_min, ceil(N / k_divisor)), k_max)", low=1)
     k_divisor: int = opt(4, "see k_min", low=1)
     k_max: int = opt(16, "see k_min", low=1, high=64)
@@ -73,6 +76,7 @@ class GraphConfig:
 
 @dataclass
 class RewardConfig:
+    """Weights and references of the reward (env/score.py)."""
     efficiency_weight: float = opt(0.7, "weight of S_efficiency in the score")
     stability_weight: float = opt(0.3, "weight of S_stability in the score")
     ocr_ref: float = opt(0.8, "typical OCR without control: turns arrivals into score points", low=0.01)
@@ -84,6 +88,7 @@ class RewardConfig:
 
 @dataclass
 class ModelConfig:
+    """Size and kind of computation of the model."""
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
     gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
@@ -91,6 +96,7 @@ class ModelConfig:
 
 @dataclass
 class ShieldConfig:
+    """Limits of the safety shield (models/safety_shield.py)."""
     enabled: bool = opt(True, "check every command")
     ttc_s: float = opt(2.0, "emergency braking below this time to collision, s", low=0)
     thw_s: float = opt(0.5, "emergency braking below this time headway, s", low=0)
@@ -107,6 +113,7 @@ class ShieldConfig:
 
 @dataclass
 class DataConfig:
+    """Recording, graphs on disk and how they are read."""
     folder: str = opt("datasets/corridor", "raw/ and processed/ go below it")
     seed: int = opt(0, "seed of the recorded traffic, 0 = run.seed; others train on the same data set", low=0)
     scenarios: list[str] = opt(["same"], "built-in names or .sumocfg paths, in turn by episode; same = env.scenario")
@@ -122,7 +129,8 @@ class DataConfig:
                          "ones exactly those", low=0, high=16)
     held_out: float = opt(0.2, "share of the episodes kept for validation", low=0.01, high=0.9)
     controllers: list[str] = opt(["none", "random", "lane_advice", "follower_stopper"],
-                                 "who drives the ICVs while collecting, in turn by episode", choices=BASELINES)
+                                 "who drives the ICVs while collecting (env/baselines.py), in turn by episode",
+                                 choices=BASELINES)
     demand_scales: list[float] = opt([0.7, 1.0, 1.2], "demand multipliers, in turn by episode", low=0.01, high=10)
     processes: int = opt(6, "SUMO processes that collect at once", low=1)
     storage: str = opt("float16", "features on disk; int8 halves them (data/storage.py says at what error)",
@@ -139,6 +147,7 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
+    """Processes that simulate while phases 2 and 3 learn."""
     num_workers: int = opt(6, "rollout processes per node, shared by its learners; 0 = in this process", low=0)
     num_envs_per_worker: int = opt(2, "environments of a worker; the groups alternate", low=1, high=8)
     restarts: int = opt(3, "so often in a row a dead or frozen SUMO or worker is replaced; 0 = it ends the run", low=0)
@@ -147,13 +156,16 @@ class RolloutConfig:
 
 @dataclass
 class CheckpointConfig:
+    """What is kept."""
     keep_last: int = opt(3, "complete checkpoints kept besides the best", low=1)
 
 
 @dataclass
 class EvaluateConfig:
+    """Scoring (evaluate.py)."""
     seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 1)
-    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"], "who is scored",
+    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"],
+                                 "who is scored: rules of env/baselines.py, policy",
                                  choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
@@ -163,12 +175,14 @@ class EvaluateConfig:
 
 @dataclass
 class CoordinatorConfig:
+    """The whole pipeline (coordinator.py)."""
     nproc: int = opt(0, "torchrun processes of phases 1 and 3, 0 = one per GPU (one without)", low=0)
     retries: int = opt(1, "restarts of a failed phase from its last checkpoint", low=0, high=10)
 
 
 @dataclass
 class Config:
+    """Everything; scripts get one from configs.load_config."""
     run: RunConfig = sub(RunConfig, "Names, seeds, devices")
     env: EnvConfig = sub(EnvConfig, "Environment and SUMO")
     corridor: CorridorConfig = sub(CorridorConfig, "Built-in scenario `corridor`")

@@ -1,14 +1,25 @@
 """Settings of the built-in scenarios, their human drivers, and the controllers to compare with."""
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 from configs.options import opt, sub
 
-# env/baselines.py
-BASELINES = ("none", "random", "lane_advice", "speed_advice", "tuned", "follower_stopper", "idm", "pi_saturation")
+
+def baseline_names():
+    """Names of the controllers: the keys of BASELINES in env/baselines.py. That file is read, not imported (configs
+    imports nothing of the project), so that a new controller is one file's change and a mistyped one is refused."""
+    source = ast.parse((Path(__file__).parent.parent / "env" / "baselines.py").read_text())
+    tables = {ast.unparse(s.targets[0]): s.value for s in source.body if isinstance(s, ast.Assign)}
+    return tuple(key.value for key in tables["BASELINES"].keys)
+
+
+BASELINES = baseline_names()
 
 
 @dataclass
 class CorridorConfig:
+    """Mainline with on-ramps."""
     main_flow: float = opt(2800.0, "mainline demand, veh/h", low=1)
     ramp_flow: float = opt(800.0, "demand of each on-ramp, veh/h", low=1)
     lanes: int = opt(2, "mainline lanes", low=1, high=6)
@@ -17,12 +28,14 @@ class CorridorConfig:
 
 @dataclass
 class RingConfig:
+    """One lane in a circle."""
     length_m: float = opt(230.0, "circumference, m", low=60)
     vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
 
 
 @dataclass
 class DriverConfig:
+    """SUMO's car-following model of human drivers."""
     model: str = opt("Krauss", "SUMO car-following model")
     accel: float = opt(0.8, "m/s^2", low=0.1)
     decel: float = opt(4.5, "comfortable braking, m/s^2", low=0.1)
@@ -33,6 +46,7 @@ class DriverConfig:
 
 @dataclass
 class SceneDriverConfig(DriverConfig):
+    """The same for the scenes from the literature."""
     min_gap_m: float = opt(2.5, "gap at standstill, m", low=0)
     speed_dev: float = opt(0.1, "spread of the drivers' desired speeds, share of the speed limit", low=0, high=1)
     impatience: float = opt(0.5, "willingness to make others brake at junctions", low=0, high=1)
@@ -42,6 +56,7 @@ class SceneDriverConfig(DriverConfig):
 
 @dataclass
 class FigureEightConfig:
+    """Two arcs that cross."""
     radius_m: float = opt(30.0, "radius of the two arcs and length of the four legs, m", low=15)
     vehicles: int = opt(14, "vehicles on the loop, evenly spaced at the start", low=2, high=200)
     driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=1.0, decel=1.5, sigma=0.0, min_gap_m=2.0,
@@ -50,6 +65,7 @@ class FigureEightConfig:
 
 @dataclass
 class MergeConfig:
+    """A road joins a mainline of one lane."""
     main_flow: float = opt(1250.0, "mainline demand, veh/h (2000 in the literature)", low=1)
     ramp_flow: float = opt(100.0, "demand of the joining road, veh/h", low=1)
     main_length_m: float = opt(500.0, "mainline before the junction, behind 100 m of inflow, m", low=50)
@@ -60,6 +76,7 @@ class MergeConfig:
 
 @dataclass
 class BottleneckConfig:
+    """Lanes halve twice."""
     flow: float = opt(2000.0, "demand per lane of the exit, veh/h (2500 in the literature)", low=1)
     lanes: int = opt(1, "n, lanes of the exit: 4 n lanes at the entrance, 2 n in between", low=1, high=8)
     driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=2.6, sigma=0.0)
@@ -67,6 +84,7 @@ class BottleneckConfig:
 
 @dataclass
 class AdviceConfig:
+    """Lane and speed advice."""
     reach_m: float = opt(314.0, "ICVs in the right lane this near to a merge move left, m", low=0, high=500)
     vehicles: int = opt(1, "if so many vehicles are on the joining road", low=0)
     ahead: float = opt(0.26, "speed advice looks so far ahead, share of the network's length", low=0, high=1)
@@ -84,11 +102,13 @@ class AdviceConfig:
 
 @dataclass
 class FollowerStopperConfig:
+    """FollowerStopper."""
     floor: float = opt(15.0, "least desired speed, m/s", low=0)
 
 
 @dataclass
 class IDMConfig:
+    """Intelligent Driver Model."""
     desired_speed: float = opt(30.0, "m/s", low=1)
     headway: float = opt(1.0, "desired time gap, s", low=0)
     accel: float = opt(1.0, "m/s^2", low=0.1)
@@ -99,6 +119,7 @@ class IDMConfig:
 
 @dataclass
 class PISaturationConfig:
+    """PI controller with saturation."""
     history_s: float = opt(38.0, "the mean speed is taken over so long, s", low=0)
     gap_low_m: float = opt(7.0, "gap from which on the vehicle catches up, m", low=0)
     gap_high_m: float = opt(30.0, "gap at which it does so fully, m", low=0)
@@ -110,6 +131,7 @@ class PISaturationConfig:
 
 @dataclass
 class BaselinesConfig:
+    """Numbers of the controllers in env/baselines.py, by name."""
     lane_advice: AdviceConfig = sub(AdviceConfig)
     speed_advice: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7,
                                      below=20.1, brake=1.76)

@@ -41,6 +41,7 @@ class AugmentedDataset(Dataset):
         return len(self.dataset)
 
     def where(self, row):
+        """File and row of a sample, as the data set names them."""
         return self.dataset.where(row)
 
     def __getitems__(self, batch):

@@ -173,13 +173,15 @@ class BlockSampler(Sampler):
         self.drop_last, self.window, self.length = drop_last, window, int(np.sum(sizes))
         self.epoch = self.done = 0
         if len(weights) not in (1, world):
-            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: expected one for each of {world} ranks")
+            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: expected one for each of {world} ranks, "
+                              "or one number for equal shares")
         self.weights = np.array(weights if len(weights) == world else [1.0] * world)
         if np.diff(self._cuts(self.size)).min() < 1:
-            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: a rank gets none of {self.size} samples")
+            raise ConfigError(f"phase1.loader.rank_weights={list(weights)}: a rank gets none of {self.size} samples; "
+                              "raise its weight or phase1.batch_size")
         if drop_last and self.length < self.size:
             raise DataError(f"{self.length} samples do not fill one global batch of {world} ranks x {batch_size}; "
-                            "collect more or lower the batch size")
+                            "raise data.samples or lower phase1.batch_size")
 
     def order(self):
         """All row numbers in this epoch's order."""

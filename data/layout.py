@@ -21,6 +21,7 @@ import numpy as np
 from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
 VERSION = 3
+AGAIN = "remove it and run data.preprocess again"  # what repairs a damaged chunk
 FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
 GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
@@ -44,15 +45,18 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, cfg):
+        """The shape that a configs.Config asks for."""
         d = cfg.data
         return cls(d.history, d.future, d.margin, d.vehicles[1], cfg.graph.k_max + d.k_vary, d.storage)
 
     @property
     def window(self):
+        """Control steps of history and future together."""
         return self.history + self.future
 
     @property
     def frames(self):
+        """Control steps on disk: the window and its margins."""
         return self.window + 2 * self.margin
 
     def frame(self):
@@ -90,7 +94,8 @@ def read_json(path, what):
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; expected {what}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: damaged or half written, not {what}: {error}") from None
+        raise DataError(f"{path}: damaged or half written, not {what}: {error}; remove it and run the step that "
+                        "wrote it again") from None
 
 
 def file_hash(path):
@@ -133,13 +138,15 @@ def read_description(folder):
     except (KeyError, TypeError, IndexError):
         shape, version = None, None
     if version != VERSION:
-        raise DataError(f"{folder / 'metadata.json'}: not metadata of a data set of format {VERSION}")
+        raise DataError(f"{folder / 'metadata.json'}: not metadata of a data set of format {VERSION}; remove "
+                        f"{folder} and run data.preprocess again")
     statistics = read_json(folder / "statistics.json", "statistics of a processed data set")
     for name in ("nodes", "globals"):
         part = statistics.get(name) if isinstance(statistics, dict) else None
         columns = [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
         if [len(column) for column in columns] != [len(FEATURES[name])] * 2:
-            raise DataError(f"{folder / 'statistics.json'}: no mean and std of {len(FEATURES[name])} {name} features")
+            raise DataError(f"{folder / 'statistics.json'}: no mean and std of {len(FEATURES[name])} {name} "
+                            f"features; remove {folder} and run data.preprocess again")
     return meta, statistics, shape
 
 
@@ -149,18 +156,20 @@ def chunk_offset(path, chunk, shape):
     if not path.exists():
         raise DataError(f"{path}: missing; run data.preprocess again")
     if path.stat().st_size != chunk["bytes"]:
-        raise DataError(f"{path}: {path.stat().st_size} bytes, expected {chunk['bytes']}: truncated or damaged")
+        raise DataError(f"{path}: {path.stat().st_size} bytes, expected {chunk['bytes']}: truncated or damaged; "
+                        f"{AGAIN}")
     try:
         array = np.lib.format.open_memmap(path, "r")
     except (ValueError, KeyError, IndexError, TypeError, EOFError, SyntaxError) as error:
-        raise DataError(f"{path}: not a chunk of this data set: {error}") from None
+        raise DataError(f"{path}: not a chunk of this data set: {error}; {AGAIN}") from None
     dtype, found = shape.frame(), array.dtype.fields or {}
     if array.dtype != dtype:
         wrong = [f"{name} is {found[name][0] if name in found else 'missing'}, expected {dtype[name]}"
                  for name in dtype.names if name not in found or found[name][0] != dtype[name]]
-        raise DataError(f"{path}: frames of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}")
+        raise DataError(f"{path}: frames of another kind: {'; '.join(wrong[:3]) or 'more or other fields'}; {AGAIN}")
     if array.shape != (chunk["rows"], shape.frames) or not chunk["rows"]:
-        raise DataError(f"{path}: holds {array.shape} frames, expected {(chunk['rows'], shape.frames)}, at least 1 row")
+        raise DataError(f"{path}: holds {array.shape} frames, expected {(chunk['rows'], shape.frames)}, at least 1 "
+                        f"row; {AGAIN}")
     return array.offset
 
 

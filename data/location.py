@@ -63,6 +63,7 @@ def size_of(folder):
 # ---- the graphs of several settings side by side ---------------------------------------------------------------
 
 def mark_used(folder):
+    """Note that a data set was used now."""
     with contextlib.suppress(OSError):  # a data set of somebody else
         os.utime(folder / "metadata.json")
 
@@ -93,6 +94,7 @@ def hold(folder):
 
 
 def in_use(folder):
+    """Whether some process has a data set open for reading (`hold`)."""
     if not (folder / "metadata.json").exists():
         return False
     with open(folder / "metadata.json", "rb") as file:

@@ -39,6 +39,7 @@ def preprocess(cfg, report=print):
 
 
 def is_complete(out):
+    """Whether metadata.json and all chunks that it names are there."""
     if not (out / "metadata.json").exists():
         return False
     chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
@@ -84,7 +85,8 @@ def destinations(meta, per_chunk, seed):
     rows, sizes, splits = {}, {}, {}
     for split, members in split_rows.items():
         if not members:
-            raise DataError(f"the {split} split is empty: collect more episodes (data.samples_per_episode)")
+            raise DataError(f"the {split} split is empty ({len(meta['chunks'])} raw chunks): collect more episodes "
+                            "(raise data.samples or lower data.samples_per_episode)")
         order, first = np.random.default_rng([seed, len(members)]).permutation(len(members)), len(splits)
         for place, member in enumerate(order):
             name = f"chunk_{first + place // per_chunk:03d}.npy"
@@ -113,7 +115,8 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape):
                 try:
                     record = build_record(sample, shape, cfg.graph.radius_m, k_shift)
                 except ValueError as error:
-                    raise DataError(f"{raw / chunk['file']}: sample {index}: {error}") from None
+                    raise DataError(f"{raw / chunk['file']}: sample {index}: {error}; remove data.folder and run "
+                                    "data.collect again") from None
                 targets.setdefault(name, []).append((row, record))
         for name, records in targets.items():
             array = np.lib.format.open_memmap(out / f"{name}.part", "r+")

@@ -79,10 +79,10 @@ class Environments:
         a["cost"][index] = info["cost"]
         a["seconds"][index] = *env.seconds, self.idle
         self.idle = 0.0
-        if "episode" not in info:
+        if "summary" not in info:
             return None
         self._write(self.final, index, views)
-        return {**info["episode"], "seed": info["seed"]}
+        return {**info["summary"], "seed": info["seed"]}
 
     def _reset(self, index, seed):
         gc.collect()  # workers do not collect in between
@@ -106,5 +106,6 @@ class Environments:
             arrays[name][index] = value
 
     def close(self):
+        """End every SUMO."""
         for env in self.envs.values():
             env.close()

@@ -48,7 +48,7 @@ def _user_scenario(name):
     if path.suffix != ".sumocfg":
         raise SumoError(f"env.scenario: {name!r} is neither built in ({', '.join(NETWORKS)}) nor a .sumocfg file")
     if not path.is_file():
-        raise SumoError(f"env.scenario: {path}: no such file")
+        raise SumoError(f"env.scenario: {path}: no such file; expected a .sumocfg, its path relative to {Path.cwd()}")
     return str(path.resolve())
 
 
@@ -59,7 +59,8 @@ def _netconvert(work, name):
     command = [find_binary("netconvert"), *parts, "--no-turnarounds", "true", "--xml-validation", "never"]
     done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment())
     if done.returncode:
-        raise SumoError(f"netconvert refused the network of scenario {name!r}:\n{done.stderr.strip()}")
+        raise SumoError(f"netconvert refused the network of scenario {name!r}; change `{name}:` in the configuration. "
+                        f"It said:\n{done.stderr.strip()}")
     (work / f"{name}.sumocfg").write_text(_xml("configuration", [
         f'<input><net-file value="{name}.net.xml"/><route-files value="routes.xml"/></input>']))
 

@@ -22,7 +22,8 @@ class TrafficEnv(gymnasium.Env):
     `cfg` is a configs.Config; `folder` is where built-in scenarios are generated (a temporary one by default). SUMO
     starts with the first `reset`. With n variants in `env.suite`, an episode is variant number seed % n. Collisions are
     `terminated`, the time limit is `truncated`. `info["cost"]` is the intervention cost of the step, on what was
-    commanded: (sum |a| + 5 * lane changes) / ICVs present; `info["executed"]` says what SUMO made of it.
+    commanded: (sum |a| + 5 * lane changes) / ICVs present; `info["executed"]` says what SUMO made of it,
+    `info["summary"]` of the last step holds the episode's totals.
     """
     metadata = {"render_modes": []}
 
@@ -74,7 +75,7 @@ class TrafficEnv(gymnasium.Env):
         truncated = not terminated and self.time >= self.begin + self.env_cfg.warmup_s + self.env_cfg.horizon_s - 1e-6
         info = {**self._info(cost), "executed": self._executed(was)}
         if terminated or truncated:
-            info["episode"] = self.totals.summary()
+            info["summary"] = self.totals.summary()
         return self.observation, self.totals.reward, terminated, truncated, info
 
     def _executed(self, was):
@@ -83,6 +84,7 @@ class TrafficEnv(gymnasium.Env):
                 for slot, (name, speed) in was.items() if self.slots.icv[slot] and self.slots.names[slot] == name}
 
     def close(self):
+        """End SUMO and remove the environment's own folder; safe to call twice."""
         if self.simulator is not None:
             self.simulator.close()
             self.simulator = None
@@ -228,8 +230,11 @@ def _keep(rows, ids, routes, *arrays):
     return [ids[i] for i in rows], [routes[i] for i in rows], *(array[rows] for array in arrays)
 
 
-def make_env(cfg, folder=None):
-    """The environment of a configuration; importable and constructible without SUMO, which `reset` starts."""
+def make_env(cfg=None, folder=None):
+    """The environment of a configs.Config; importable and constructible without SUMO, which `reset` starts."""
+    if not hasattr(cfg, "env"):
+        raise TypeError(f"cfg={cfg!r}: the environment needs a configuration, for example "
+                        "gymnasium.make('mixed_autonomy/Traffic-v0', cfg=configs.load_config('configs/quick.yaml'))")
     return TrafficEnv(cfg, folder)
 
 

@@ -38,6 +38,7 @@ class Accelerate(NamedTuple):
     duration: float
 
     def pack(self):
+        """The command's bytes."""
         return _set(tc.VAR_ACCELERATION, self.vehicle, struct.pack(
             "!BiBdBd", tc.TYPE_COMPOUND, 2, tc.TYPE_DOUBLE, self.acceleration, tc.TYPE_DOUBLE, self.duration))
 
@@ -49,6 +50,7 @@ class ChangeLane(NamedTuple):
     duration: float
 
     def pack(self):
+        """The command's bytes."""
         return _set(tc.CMD_CHANGELANE, self.vehicle, struct.pack(
             "!BiBbBd", tc.TYPE_COMPOUND, 2, tc.TYPE_BYTE, self.lane, tc.TYPE_DOUBLE, self.duration))
 
@@ -60,6 +62,7 @@ class SetModes(NamedTuple):
     lane_change_mode: int
 
     def pack(self):
+        """The bytes of two commands."""
         return b"".join(_set(variable, self.vehicle, struct.pack("!Bi", tc.TYPE_INTEGER, mode)) for variable, mode in (
             (tc.VAR_SPEEDSETMODE, self.speed_mode), (tc.VAR_LANECHANGE_MODE, self.lane_change_mode)))
 
@@ -71,6 +74,7 @@ def _text(value):
 
 
 def command(code, payload):
+    """One TraCI command: its length, `code` and payload."""
     size = len(payload) + 2
     return (struct.pack("!BB", size, code) if size <= 255 else struct.pack("!BiB", 0, size + 4, code)) + payload
 
@@ -80,6 +84,7 @@ def _set(variable, vehicle, payload):
 
 
 def get(code, variable, name, parameter=None):
+    """The command that asks for one variable of one object, `parameter` for a named one."""
     more = b"" if parameter is None else bytes([tc.TYPE_STRING]) + _text(parameter)
     return command(code, bytes([variable]) + _text(name) + more)
 

@@ -94,6 +94,7 @@ class SerialPool(Pool):
         return ended
 
     def close(self):
+        """End all simulators."""
         self.environments.close()
 
 

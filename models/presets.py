@@ -51,4 +51,5 @@ class Normalizer(nn.Module):
         self.register_buffer("std", torch.tensor(std, dtype=torch.float32))
 
     def forward(self, x):
+        """x [..., F] in physical units -> [..., F] within +-10."""
         return ((x.float() - self.mean) / self.std).clamp(-10, 10)  # fp16 holds whatever follows

@@ -36,7 +36,8 @@ def search(measure, batch, most):
         batch = min(next_batch(batch, tried[batch]), most)
     fits = [b for b, share in tried.items() if share is not None and share <= 0.90]
     if not fits:
-        raise ConfigError(f"not even a micro-batch of {min(tried)} fits into the memory")
+        raise ConfigError(f"not even a micro-batch of {min(tried)} fits into the memory; use model.preset=small, or "
+                          "fewer data.vehicles or data.history")
     return max(fits), tried[max(fits)]
 
 

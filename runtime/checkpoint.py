@@ -62,7 +62,8 @@ def load(folder, which="latest", device="cpu"):
     steps = _steps(folder)[::-1]
     if not steps:
         if (folder / "latest").exists():
-            raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none")
+            raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none; remove the folder "
+                                  "to begin this phase anew")
         return None
     wanted = folder / which
     if which == "best" and wanted.exists() and (folder / wanted.read_text().strip()) in steps:
@@ -75,7 +76,8 @@ def load(folder, which="latest", device="cpu"):
         except CheckpointError as error:
             damages.append(str(error))
             print(f"DAMAGED CHECKPOINT: {error}; trying the one before it", flush=True)
-    raise CheckpointError("no usable checkpoint left:\n  " + "\n  ".join(damages))
+    raise CheckpointError(f"{folder}: no usable checkpoint left; remove it to begin this phase anew:\n  "
+                          + "\n  ".join(damages))
 
 
 def load_step(step, device="cpu"):
@@ -87,9 +89,10 @@ def load_step(step, device="cpu"):
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
     path = step / "state.pt"
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}")
+        raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}: written by another version "
+                              "of this program")
     if not path.exists() or path.stat().st_size != size or _hash(path) != digest:
-        raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest")
+        raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest; take another step folder")
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a hostile or foreign file
@@ -113,7 +116,8 @@ def load_weights(model, weights, schema, source):
                  for key, value in weights["model"].items() if key in own and value.shape != own[key].shape]
     if problems:
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
-        raise CheckpointError(f"{source} does not fit this model:\n  " + "\n  ".join(problems[:12]) + more)
+        raise CheckpointError(f"{source} does not fit this model (train with another run.name, or use the "
+                              "configuration and code it was trained with):\n  " + "\n  ".join(problems[:12]) + more)
     model.load_state_dict(weights["model"])
 
 

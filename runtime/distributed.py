@@ -27,6 +27,7 @@ class Team:
 
     @property
     def is_main(self):
+        """Whether this is the first rank."""
         return self.rank == 0
 
     def say(self, text):
@@ -61,10 +62,12 @@ class Team:
         return values
 
     def barrier(self):
+        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier()
 
     def close(self):
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

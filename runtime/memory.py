@@ -64,6 +64,7 @@ class PeakMemory(threading.Thread):
         self.every_s, self.peak, self.at_peak, self.done = every_s, 0.0, {}, threading.Event()
 
     def run(self):
+        """The thread's work: sample until `stop`."""
         self._sample()
         while not self.done.wait(self.every_s):
             self._sample()

@@ -65,6 +65,7 @@ class HysteresisScaler(torch.amp.GradScaler):
         return self.overflow
 
     def get_scale(self):
+        """The present loss scale; 1 when off."""
         return self.number if self.is_enabled() else 1.0
 
     def _next_scale(self, overflow):
@@ -81,10 +82,12 @@ class HysteresisScaler(torch.amp.GradScaler):
         return min(max(scale, a.min_scale), a.max_scale)
 
     def state_dict(self):
+        """PyTorch's state and our counters."""
         return {**super().state_dict(), "overflows_in_row": self.overflows_in_row, "overflows": self.overflows,
                 "steps_since_growth": self.steps_since_growth}
 
     def load_state_dict(self, state):
+        """Adopt what `state_dict` gave."""
         own = ("overflows_in_row", "overflows", "steps_since_growth")
         scale = {name: value for name, value in state.items() if name not in own}
         if scale:  # empty when saved with scaling off: start from init_scale
@@ -107,6 +110,7 @@ class Precision:
         self.reason = f"precision: {kind if kind != 'off' else 'float32'} ({why})"
 
     def autocast(self):
+        """The context of a forward pass."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)

@@ -58,6 +58,7 @@ def score_section(result):
 
 
 def cell(value):
+    """Mean and interval of one metric as text."""
     if not value or value["mean"] is None:
         return "–"
     return f"{value['mean']:.3g}" + ("" if value["ci95"] is None else f" ± {value['ci95']:.2g}")
@@ -71,6 +72,7 @@ def grid(head, rows):
 
 
 def curve_sections(rows):
+    """HTML of the learning curves, one section per phase."""
     parts = []
     for phase, groups in CURVES.items():
         mine = [r for r in rows if r["phase"] == phase]

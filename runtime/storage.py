@@ -23,6 +23,7 @@ class Rows:
 
     @property
     def bytes(self):
+        """Size of the rows in use."""
         return self.used * self.width
 
     def append(self, rows):

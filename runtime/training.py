@@ -112,6 +112,7 @@ def reduce_on_plateau(counters, stage, loss, p):
 
 
 def set_learning_rate(optimizer, value):
+    """The same rate for all parameters."""
     for group in optimizer.param_groups:
         group["lr"] = value
 

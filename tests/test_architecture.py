@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "env", "data", "models", "runtime", "benchmarks")
 SCRIPTS = sorted(p.stem for p in ROOT.glob("*.py"))
 # The arrows: what a package may import besides the standard library and itself.
-MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo"},
+MAY_IMPORT = {"configs": {"yaml"}, "env": {"numpy", "gymnasium", "traci", "libsumo", "pettingzoo"},
               "data": {"env", "configs", "numpy", "torch"}, "models": {"torch"},
               "runtime": {"configs", "torch", "numpy"}}
 DOCTOR = ROOT / "runtime" / "doctor.py"  # a script in all but its place: nobody imports it, it uses everything
@@ -84,7 +84,7 @@ import importlib, json, os, sys, threading
 
 class NoSumo:  # as on a machine without the simulator
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("sumo", "libsumo", "matplotlib", "tensorboard", "tqdm"):
+        if name.split(".")[0] in ("sumo", "libsumo", "matplotlib", "tensorboard", "tqdm", "pettingzoo"):
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 import gymnasium, numpy, torch, torch.distributed.run, traci, yaml
@@ -188,4 +188,20 @@ def test_every_docstring_opens_a_module():
     """A reader who opens any file is told first what it is for."""
     silent = [name for name in modules() if (ROOT / (name.replace(".", "/") + ".py")).exists()
               and not ast.get_docstring(ast.parse((ROOT / (name.replace(".", "/") + ".py")).read_text()))]
+    assert silent == []
+
+
+def public(node, prefix=""):
+    """(dotted name, docstring) of all functions, methods and classes that others may use."""
+    for item in node.body:
+        if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and not item.name.startswith("_"):
+            yield prefix + item.name, ast.get_docstring(item)
+            if isinstance(item, ast.ClassDef):
+                yield from public(item, f"{prefix}{item.name}.")
+
+
+def test_every_public_name_says_what_it_is():
+    """`main` is what the docstring of its module says."""
+    silent = [f"{path.relative_to(ROOT)}: {name}" for package in PACKAGES[:-1] for path in files(package)
+              for name, doc in public(ast.parse(path.read_text())) if not doc and name != "main"]
     assert silent == []

@@ -15,10 +15,10 @@ from gymnasium.utils.env_checker import check_env
 from benchmarks import compare_rl
 from benchmarks.compare_rl import SETTINGS
 from benchmarks.contest import rates
-from benchmarks.flat_env import GRAPH, ICVS, LEVELS, SCALE, VEHICLES, FlatTraffic
 from benchmarks.rival_networks import GraphFeatures
-from benchmarks.rivals import hidden_width
+from benchmarks.rivals import NotingTraffic, hidden_width
 from configs import ConfigError, load_config
+from env.flat import GRAPH, ICVS, LEVELS, SCALE, VEHICLES
 from env.spaces import KEEP
 from models.risk_gnn import INPUTS
 from runtime.memory import component, process_tree
@@ -163,12 +163,12 @@ def test_rates_leave_the_first_iteration_out(tmp_path):
 
 @pytest.fixture
 def flat(tmp_path):
-    """flat(arrays) -> FlatTraffic with episodes of 20 steps, closed after the test."""
+    """flat(arrays) -> NotingTraffic with episodes of 20 steps, closed after the test."""
     made = []
 
     def build(arrays=VEHICLES):
         cfg = load_config(ROOT / "configs" / "default.yaml", [*SETTINGS, *TINY])
-        made.append(FlatTraffic(cfg, tmp_path, arrays))
+        made.append(NotingTraffic(cfg, tmp_path, arrays))
         return made[-1]
     yield build
     for env in made:

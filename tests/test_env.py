@@ -73,9 +73,9 @@ def test_truncated_exactly_at_the_horizon(make, interval, step_length, warmup):
     for n in range(1, round(12 / interval) + 1):
         _, _, terminated, truncated, info = env.command(*nobody(env))
         assert not terminated and truncated == (n == 12 / interval)
-        assert ("episode" in info) == truncated
-    assert info["time"] == warmup + 12 and info["episode"]["steps"] == n
-    assert info["episode"]["departed"] >= 8
+        assert ("summary" in info) == truncated
+    assert info["time"] == warmup + 12 and info["summary"]["steps"] == n
+    assert info["summary"]["departed"] >= 8
 
 
 def test_icv_share_is_a_quarter_and_does_not_depend_on_the_controller(make):
@@ -175,7 +175,7 @@ def test_a_collision_terminates_an_episode_where_asked(make):
         assert terminated == (info["collisions"] > 0) and not truncated
         if terminated:
             break
-    assert terminated and info["episode"]["collisions"] == info["collisions"]
+    assert terminated and info["summary"]["collisions"] == info["collisions"]
 
 
 def test_overflow_is_counted(make):

@@ -221,7 +221,7 @@ def test_merge_has_the_published_mean_speed(make, seed):
     """5.32 +- 0.05 m/s on SUMO 1.28: 2000 and 100 veh/h, 750 s, step 0.5 s."""
     env = make(scenario="merge", step_length=0.5, horizon_s=750.0)
     env.cfg.merge.main_flow = 2000.0
-    total = episode(env, seed, 750)[-1][2]["episode"]
+    total = episode(env, seed, 750)[-1][2]["summary"]
     assert total["mean_speed"] == pytest.approx(5.32, abs=0.12)
 
 
@@ -235,7 +235,7 @@ def test_bottleneck_has_the_published_congested_outflow(make):
 def test_mean_speeds_of_the_closed_roads(make):
     """22 drivers on the ring, 14 on the figure eight, 300 s; measured on SUMO 1.28."""
     for name, expected in (("ring", 2.9), ("figure_eight", 4.4)):
-        total = episode(make(scenario=name, horizon_s=300.0), 1, 300)[-1][2]["episode"]
+        total = episode(make(scenario=name, horizon_s=300.0), 1, 300)[-1][2]["summary"]
         assert total["mean_speed"] == pytest.approx(expected, abs=0.5)
 
 

@@ -172,7 +172,7 @@ def test_an_episode_that_ends(pool_of, scenarios, config, workers):
             env.reset(seed=seed)
             for _ in range(6):
                 last, *_, info = env.command([40], [0.0], [KEEP], [0.0])
-            assert summary == {**info["episode"], "seed": seed} and summary["steps"] == 6
+            assert summary == {**info["summary"], "seed": seed} and summary["steps"] == 6
             first, _ = env.reset(seed=following)
             for name in last:
                 kind = pool.final[name].dtype

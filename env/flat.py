@@ -1,14 +1,10 @@
-"""The traffic environment as any PPO library takes it: a flat observation and a MultiDiscrete action.
+"""The environment as any single-agent library takes it: a flat observation and a MultiDiscrete action.
 
 The same TrafficEnv does the same work in every step; only its two ends differ. Observation: the chosen arrays of the
 graph for all slots, and the global metrics, as one vector. Action, for each of the K commands: which of the ICVs
-present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what our PPO maximises,
-reward - cost_weight * cost.
+present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what phase 2 maximises,
+reward - cost_weight * cost. No shield stands in between: see models/safety_shield.py.
 """
-import json
-import time
-from pathlib import Path
-
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -30,41 +26,42 @@ def layout(cfg, arrays):
     return {name: shapes[name].shape for name in (*arrays, "globals")}
 
 
-class FlatTraffic(gymnasium.Env):
-    """TrafficEnv of a configs.Config as Box [W] and MultiDiscrete [65, 3, 11] * K; `folder` keeps its scenario."""
+def flatten(*arrays):
+    """Physical units -> one float32 vector of numbers within +-10."""
+    return np.clip(np.concatenate([a.ravel() for a in arrays], dtype=np.float32) * np.float32(SCALE), -10, 10)
 
-    def __init__(self, cfg, folder, arrays=VEHICLES):
-        self.env, self.cfg, self.folder = make_env(cfg, str(Path(folder) / "scenario")), cfg, Path(folder)
-        self.arrays = layout(cfg, arrays)
+
+class FlatTraffic(gymnasium.Env):
+    """TrafficEnv of a configs.Config as Box [W] and MultiDiscrete [65, 3, 11] * K; `folder` as there."""
+    metadata = {"render_modes": []}
+
+    def __init__(self, cfg=None, folder=None, arrays=VEHICLES):
+        self.env = make_env(cfg, folder)
+        self.cfg, self.arrays = cfg, layout(cfg, arrays)
         width = sum(int(np.prod(shape)) for shape in self.arrays.values())
         self.observation_space = spaces.Box(-10.0, 10.0, (width,), np.float32)
         self.action_space = spaces.MultiDiscrete([ICVS + 1, 3, len(LEVELS)] * cfg.env.max_commands)
 
     def reset(self, *, seed=None, options=None):
+        """Begin an episode: (observation [W], info of TrafficEnv)."""
         super().reset(seed=seed)
-        observation, _ = self.env.reset(seed=int(self.np_random.integers(2 ** 31 - 1)))
-        return self._flat(observation), {}
+        observation, info = self.env.reset(seed=int(self.np_random.integers(2 ** 31 - 1)))
+        return self._flat(observation), info
 
     def step(self, action):
+        """Command the picked ICVs for one control interval; reward in points of the score, minus the priced cost."""
         pick, lane, level = np.asarray(action).reshape(-1, 3).T
         icvs = np.flatnonzero(self.env.observation["icv"])[:ICVS]
         slots = np.full(ICVS + 1, self.cfg.env.max_vehicles)
         slots[:len(icvs)] = icvs
         observation, reward, terminated, truncated, info = self.env.command(
             slots[pick], LEVELS[level], lane, np.zeros(len(pick)))
-        if terminated or truncated:
-            self._note(info["episode"])
         objective = reward - self.cfg.phase2.cost_weight * info["cost"]
-        return self._flat(observation), float(objective), terminated, truncated, {}
+        return self._flat(observation), float(objective), terminated, truncated, info
 
     def close(self):
+        """End SUMO."""
         self.env.close()
 
     def _flat(self, observation):
-        flat = np.concatenate([observation[name].ravel() for name in self.arrays], dtype=np.float32)
-        return np.clip(flat * np.float32(SCALE), -10, 10)
-
-    def _note(self, episode):
-        """One line per ended episode: shows whether everybody simulated about the same traffic."""
-        with open(self.folder / "episodes.jsonl", "a") as file:
-            file.write(json.dumps({"time": time.time(), "ocr": episode["ocr"], "loaded": episode["loaded"]}) + "\n")
+        return flatten(*(observation[name] for name in self.arrays))
