@@ -10,10 +10,12 @@ _begun, _shown, _lasting = {}, [0.0], [""]  # {step: (time, how far it was)}, ti
 
 
 def live():
+    """Whether somebody watches a terminal."""
     return sys.stdout.isatty()
 
 
 def first_rank():
+    """Whether this is the rank that speaks; so is a process without ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -104,6 +104,7 @@ def layers(path, seen=()):
 
 
 def override_tree(text, source, errors):
+    """Nested dictionary of one "section.key=value"; mistakes are appended to `errors`."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         errors.append(f"{source}: {text!r}: expected section.key=value")

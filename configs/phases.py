@@ -78,6 +78,7 @@ class Phase1Config:
 
 @dataclass
 class CurriculumConfig:
+    """Stages of growing difficulty and replay of earlier ones (runtime/curriculum.py)."""
     enabled: bool = opt(False, "the elements of env.suite are stages, from easy to hard; off = they take turns")
     threshold: float = opt(0.8, "the next stage needs a larger share of arrivals", low=0, high=1)
     evaluations: int = opt(5, "in so many iterations in a row", low=1)

@@ -30,6 +30,7 @@ class RunConfig:
 
 @dataclass
 class ProfileConfig:
+    """Which optimiser steps torch.profiler records (runtime/profiler.py)."""
     active: int = opt(0, "optimiser steps that torch.profiler records, 0 = no profile; 3 is a good number", low=0)
     wait: int = opt(1, "steps left alone before", low=0)
     warmup: int = opt(1, "steps profiled but thrown away before", low=0)

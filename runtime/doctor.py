@@ -224,6 +224,7 @@ def advise(cfg, speed, gb):
 
 
 def add_options(parser):
+    """The command line's own options."""
     parser.add_argument("--no-benchmark", action="store_true", help="only look, measure nothing")
 
 

@@ -153,6 +153,7 @@ def space(path, need_gb, what, remedy, free=None):
 
 
 def open_files(limit=None):
+    """Finding on the limit of open files, by default this process's."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     found = f"{limit} at once"
     return Finding(OK, "open files", found) if limit >= 1024 else Finding(WARN, "open files", found, "ulimit -n 65536")
@@ -171,6 +172,7 @@ def wsl2(release=None):
 
 
 def processors(load=None):
+    """Finding on processors and the machine's load, by default the present one."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0] if load is None else load
     found = f"{cores}, load {load:.1f}"
     if load > 0.5 * cores:

@@ -18,6 +18,7 @@ import train_ddp
 import train_rl
 from configs import Config, ConfigError, load_config, to_dict
 from configs.command_line import parse
+from configs.show import show
 from data.dataset import BlockSampler
 from data.layout import DataError, chunk_offset, read_description, read_json
 from data.preprocess import _ranges, destinations
@@ -89,8 +90,8 @@ def evaluation(*words):
 
 
 def other_model(monkeypatch):
-    """Evaluate a policy that commands 7 vehicles with a configuration of 5."""
-    trained = load_config("configs/smoke.yaml", ["env.max_commands=7"])
+    """Evaluate a policy that commands every 0.5 s with a configuration of 1 s."""
+    trained = load_config("configs/smoke.yaml", ["env.control_interval=0.5"])
     monkeypatch.setattr(evaluate, "find_checkpoint", lambda path: ({"config": to_dict(trained)}, path))
     monkeypatch.setattr(evaluate, "load_policy", lambda state, folder: (None, trained))
     evaluation("--checkpoint", "runs/x", "--config", "configs/smoke.yaml", "--controllers", "policy")
@@ -204,19 +205,22 @@ CASES = [
      ["policy", "--checkpoint RUN"]),
     ("no checkpoint there; expected", lambda t, m, r: evaluation("--checkpoint", str(t)),
      ["expected a run folder", "phaseN"]),
+    ("no such key or section", lambda t, m, r: list(show("configs/smoke.yaml", [], ["phasex"])),
+     ["phasex", "sections", "phase1"]),
     ("cannot be evaluated with", lambda t, m, r: other_model(m),
-     ["runs/x", "'max_commands': 7", "'max_commands': 5", "without --config"]),
+     ["runs/x", "'control_interval': 0.5", "'control_interval': 1.0", "without --config"]),
     ("its simulator was lost", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
      ["none with seed 7", "4 times", "rollout.restarts=3", "SUMO said"]),
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
-    (".join(errors)", "test_config.py"), ("netconvert refused", "test_sumo.py"),
+    (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
+    ("netconvert refused", "test_sumo.py"),
     ("no Python package `sumo`", "test_sumo.py"), ("does not exist; reinstall", "test_sumo.py"),
     ("failed: {error}", "test_supervision.py"), ("failed: {answer}", "test_workers.py"),
     ("rollout worker {w} {trouble}", "test_workers.py"), ("has one already", "test_backends.py"),
     ("SUMO failed: {error}", "test_backends.py"), ("needs the package libsumo", "test_backends.py"),
-    ("scenario {cfg.env.scenario}", "test_pipeline.py"), ("data.scenarios={cfg.data.scenarios}", "test_data.py"),
+    ("scenario {env.env_cfg.scenario}", "test_pipeline.py"), ("data.scenarios={cfg.data.scenarios}", "test_data.py"),
     ("has become shorter", "test_dataset.py"), ("sample {index}: {error}", "test_preprocess.py"),
     ("missing, damaged or half written", "test_preprocess.py"),
     ("made with other settings", "test_data.py"), ("data.tmpfs=true", "test_data_location.py"),
