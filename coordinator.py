@@ -83,7 +83,7 @@ def command_of(step, options, folder, plan):
     if step == "phase2":
         return [*python, str(ROOT / "train_rl.py"), *shared]
     if step == "evaluate":
-        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json")]
+        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json"), "--tracks"]
         return [*python, str(ROOT / "evaluate.py"), *shared, *files]
     return [*python, "-m", "runtime.report", str(folder)]
 

@@ -3,6 +3,8 @@
     python evaluate.py --checkpoint runs/quick                                        # its own configuration and seeds
     python evaluate.py --scenario corridor --controllers none,lane_advice --seeds 1001-1020 --out results.json
     python evaluate.py --scenario my.sumocfg --controllers none,policy --checkpoint runs/quick
+    python evaluate.py --controllers lane_advice --animate drive.gif         # look at one episode instead of scoring
+    python evaluate.py --checkpoint runs/quick --controllers policy --gui    # live, in SUMO's own window
 
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
@@ -21,6 +23,7 @@ import torch
 from configs import ConfigError, from_dict, load_config
 from configs.command_line import parse
 from env.baselines import BASELINES, make_baseline
+from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -28,7 +31,8 @@ from models.policy import Driver, TrafficModel
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
 from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
-from runtime import checkpoint
+from runtime import animation, checkpoint
+from runtime.tracks import Recorded, save_tracks
 from runtime.training import run_script, schema
 from train_ddp import USER_ERRORS
 
@@ -51,9 +55,14 @@ class PolicyController:
 
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
-        seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        _, commands = self.driver.decide(seen)
+        self.seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
+        _, commands = self.driver.decide(self.seen)
         return {name: value[0] for name, value in commands.items()}
+
+    @torch.inference_mode()
+    def scores(self):
+        """Influence of every ICV in the last observation, as an array."""
+        return self.driver.model.controller.influence(self.seen["candidates"])[self.seen["valid"]].numpy()
 
 
 class BaselineController:
@@ -78,6 +87,10 @@ class BaselineController:
         accel, lane, brake, reason = (x.numpy() for x in checked)
         return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
                 "wanted": wanted, "wanted_lane": wanted_lane}
+
+    def scores(self):
+        """A rule scores nobody."""
+        return []
 
 
 class Audit:
@@ -105,11 +118,22 @@ def evaluate(cfg, controllers, seeds, model=None, folder=None, say=print):
     """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-        drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
-        if model is not None:
-            drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
+        drivers = {name: make_controller(cfg, name, model, pool.num_envs) for name, _ in jobs}
         rows, log = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, say)
     return score(rows, jobs), log
+
+
+def make_controller(cfg, name, model, num_envs):
+    return PolicyController(cfg, model, num_envs) if name == "policy" else BaselineController(cfg, name)
+
+
+def watch(cfg, controllers, seed, model=None, folder=None, say=print):
+    """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process."""
+    with make_pool(cfg, 0, 1, folder) as pool:
+        environment = pool.environments.envs[0]
+        drivers = {name: Recorded(make_controller(cfg, name, model, 1), environment) for name in controllers}
+        run_jobs(pool, drivers, [(name, seed) for name in controllers], cfg.rollout.restarts, say)
+        return {name: driver.tracks for name, driver in drivers.items()}
 
 
 def run_jobs(pool, drivers, jobs, restarts, say=print):
@@ -251,6 +275,9 @@ def add_options(parser):
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
+    parser.add_argument("--tracks", action="store_true", help="beside --out, record one episode of none, the best rule and policy")
+    parser.add_argument("--animate", metavar="FILE.gif", help="no scores: draw the last controller's first episode")
+    parser.add_argument("--gui", action="store_true", help="no scores: show that episode live in sumo-gui")
 
 
 def settings(options):
@@ -281,15 +308,49 @@ def settings(options):
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
+    check_output(options)
     cfg, controllers, seeds, model = settings(options)
     torch.set_num_threads(1)
     folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
     check_scenario(cfg, folder)
+    if options.animate or options.gui:
+        return show(cfg, controllers[-1], seeds[0], model, folder, options)
     rows, log = evaluate(cfg, controllers, seeds, model, folder)
     print(f"\n{cfg.env.scenario}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
     print(table(summarise(rows)))
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)
+    if options.tracks:
+        tracks = watch(cfg, to_record(summarise(rows)), seeds[0], model, folder)
+        save_tracks(Path(options.out).with_suffix(".tracks.npz"), tracks, cfg.env.control_interval, seeds[0])
+
+
+def to_record(summary):
+    """Whose episode is recorded: without control, the best rule, and the policy."""
+    rules = sorted(summary.keys() - {"none", "policy"}, key=lambda name: summary[name]["s_total"]["mean"])
+    return ["none", *rules[-1:], *(["policy"] if "policy" in summary else [])]
+
+
+def check_output(options):
+    """ConfigError or SumoError for what this machine cannot show, before anything is simulated."""
+    if options.tracks and not options.out:
+        raise ConfigError("command line: --tracks needs --out FILE.json, beside which the tracks are written")
+    if options.animate:
+        animation.check(options.animate)
+    if options.gui:
+        check_display()
+
+
+def show(cfg, controller, seed, model, folder, options):
+    """One episode in SUMO's window, as an animation, or both."""
+    if options.gui:  # whoever looks may pause as long as he likes, and a closed window stays closed
+        cfg.env.backend, cfg.env.call_timeout_s, cfg.rollout.restarts = "gui", 1e6, 0
+    tracks = watch(cfg, [controller], seed, model, folder)
+    if options.animate:
+        path = Path(options.animate).with_suffix(".tracks.npz")
+        save_tracks(path, tracks, cfg.env.control_interval, seed)
+        animation.draw(path, options.animate)
+
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ class RunConfig:
 @dataclass
 class EnvConfig:
     scenario: str = opt("corridor", "corridor, ring, figure_eight, merge, bottleneck, or path of a .sumocfg")
-    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
-                       choices=("traci", "libsumo"))
+    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines; "
+                       "gui: like traci, in a window", choices=("traci", "libsumo", "gui"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)

@@ -1,60 +1,104 @@
-"""One HTML file about a run that needs no network: scores, learning curves, settings, versions.
+"""One HTML file about a run that needs no network: time-space diagrams, scores, learning curves, versions.
 
     python -m runtime.report runs/quick
 """
+import csv
 import html
 import json
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
+
+from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
+from runtime.pictures import lines, plot, stacked, steps
+from runtime.tracks import load_tracks
 
-STYLE = """:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
-table{border-collapse:collapse;display:block;overflow-x:auto}
-td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}
-svg{width:100%;max-width:28rem;height:auto}
-figure{display:inline-block;margin:.5rem;width:26rem;max-width:95%;vertical-align:top}
-pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
-SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
-          "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
-COLOURS = ("#2a7de1", "#e1752a", "#2aa45c")
+STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
+--line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7}
+@media(prefers-color-scheme:dark){:root{--page:#12161c;--card:#1a2029;--plot:#12161c;--text:#e4e9f0;--soft:#9aa7b6;
+--line:#3a4451;--c0:#8d99a8;--c1:#6ea3ff;--c2:#ff9655;--c3:#45c9a5;--c4:#cf86e6;--c5:#e0b84c;--c6:#ff7090;--c7:#84c9ee}}
+*{box-sizing:border-box}
+body{font:1rem/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:88rem;margin:auto;
+padding:1rem clamp(.8rem,3vw,2.5rem) 3rem}
+h1{margin:.2rem 0 0;line-height:1.2}h2{margin:2.6rem 0 .6rem;border-bottom:1px solid var(--line)}p{margin:.3rem 0 .8rem}
+p,li{max-width:52rem}.soft{color:var(--soft)}code{overflow-wrap:anywhere}
+.row{display:grid;gap:1.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr))}
+.row.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
+.row>figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
+.tiles{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));margin:1rem 0}
+.tile b{display:block;font-size:1.5rem;line-height:1.3}.tile span{font-size:.85rem;color:var(--soft)}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+td,th{padding:.3rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--page)}
+td.mine,th.mine{background:var(--card);font-weight:600}
+pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
+SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
+          "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
+          "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
+          "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
+          "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
+          "shield_clips": "commands weakened by the shield", "shield_emergencies": "emergency brakings of the shield"}
+TILES = {"s_total": "S_total, against no control", "ocr_change": "% more vehicles arrived", "c_int": "C_int",
+         "collisions": "collisions an episode"}
 CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)),
-          2: (("return",), ("c_int",)),
-          3: (("c_int", "limit"), ("multiplier",), ("reward",))}
+          2: (("return",), ("ocr",), ("c_int",)),
+          3: (("c_int", "limit"), ("multiplier",), ("return",))}
+STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "waiting for SUMO", "time_learn": "learning"}
+GAP_M, BINS, PLACES = 100, 40, 30  # histograms: largest gap shown, bins; parts of the road
+PIXELS = (360, 900)                # height and width of a time-space diagram
 
 
 def build_report(folder):
     """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
     folder, parts = Path(folder), []
-    if (folder / "evaluation.json").exists():
-        parts += score_section(json.loads((folder / "evaluation.json").read_text()))
+    tracks, result = folder / "evaluation.tracks.npz", folder / "evaluation.json"
+    result = json.loads(result.read_text()) if result.exists() else None
+    episodes, facts = load_tracks(tracks) if tracks.exists() else ({}, {})
+    parts += headline(result) if result else []
+    parts += time_space(episodes, facts) if episodes else []
+    parts += score_section(result) if result else []
+    parts += traffic_section(episodes) if episodes else []
     if (folder / "metrics.jsonl").exists():
-        parts += curve_sections(read_metrics(folder / "metrics.jsonl"))
-    if (folder / "state.json").exists():
-        state = json.loads((folder / "state.json").read_text())
-        parts += ["<h2>Steps</h2>", grid(["step", "status", "seconds"], [
-            [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]),
-            f"<p>Command: <code>{html.escape(state['command'])}</code></p>"]
-    parts += ["<h2>Versions</h2>", grid(["package", "version"], list(versions().items()))]
-    if (folder / "config.yaml").exists():
-        parts += ["<h2>Configuration</h2>", f"<pre>{html.escape((folder / 'config.yaml').read_text())}</pre>"]
-    page = (f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-            f"<title>{html.escape(folder.name)}</title><style>{STYLE}</style><h1>{html.escape(folder.name)}</h1>"
-            + "\n".join(parts) + "</html>")
+        rows = read_metrics(folder / "metrics.jsonl")
+        parts += curve_sections(rows) + resource_section(rows)
+    if (folder / "evaluation.shield.csv").exists() and result:
+        parts += shield_section(folder / "evaluation.shield.csv", result)
+    parts += influence_section(episodes)
+    parts += origin_section(folder, result)
+    title = f"{folder.resolve().name}: mixed-autonomy traffic"
+    page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+            f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{pictures.STYLE}{STYLE}</style>"
+            f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
     (folder / "report.html").write_text(page)
     return folder / "report.html"
 
 
+# ---- scores ----------------------------------------------------------------------------------------------------
+
+def headline(result):
+    """The controller that this run is about, in four numbers."""
+    mine = list(result["summary"])[-1]
+    tiles = "".join(f"<div class=tile><b>{cell(result['summary'][mine].get(key))}</b><span>{text}</span></div>"
+                    for key, text in TILES.items())
+    return [f"<p class=soft>{html.escape(mine)} on {html.escape(result['scenario'])}: mean ± 95 % interval of "
+            f"{len(result['seeds'])} episodes, each paired with the same traffic without control</p>"
+            f"<div class=tiles>{tiles}</div>"]
+
+
 def score_section(result):
-    """The score table: mean +- 95 % interval by controller."""
-    names = list(result["summary"])
-    rows = [[key, *(cell(result["summary"][n].get(key)) for n in names)] for key in SCORES]
-    return [f"<h2>Scores</h2><p>{html.escape(result['scenario'])}, {len(result['seeds'])} held-out seeds paired with "
-            f"the same traffic without control, SUMO {result['sumo_version']}; mean ± 95 % interval.</p>",
-            grid(["", *names], rows)]
+    """The score table: mean ± 95 % interval by controller."""
+    names, summary = list(result["summary"]), result["summary"]
+    rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
+    scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
+    return ["<h2>Scores</h2>", grid(["", *names], rows, mine=len(names)), '<div class="row" style="margin-top:1rem">',
+            pictures.intervals("S_total, mean and 95 % interval", scores), "</div>",
+            f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
+            "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>"]
 
 
 def cell(value):
@@ -63,47 +107,157 @@ def cell(value):
     return f"{value['mean']:.3g}" + ("" if value["ci95"] is None else f" ± {value['ci95']:.2g}")
 
 
-def grid(head, rows):
-    """An HTML table."""
-    def line(tag, cells):
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-    return "<table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table>"
+def listed(values):
+    return ", ".join(map(str, values)) if len(values) < 8 else f"{values[0]} to {values[-1]} ({len(values)})"
 
+
+def grid(head, rows, mine=None):
+    """An HTML table; column `mine` stands out."""
+    def line(tag, cells):
+        return "<tr>" + "".join(f"<{tag}{' class=mine' if i == mine else ''}>{html.escape(str(c))}</{tag}>"
+                                for i, c in enumerate(cells)) + "</tr>"
+    return "<div class=scroll><table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table></div>"
+
+
+# ---- one episode of each controller ----------------------------------------------------------------------------
+
+def time_space(episodes, facts):
+    """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
+    metres, fastest, duration = (max(float(np.nanmax(track[name], initial=1)) for track in episodes.values())
+                                 for name in ("along", "speed", "step"))
+    minutes, fastest, diagrams = duration * float(facts["interval"]) / 60, 5 * np.ceil(fastest / 5), []
+    for name, track in episodes.items():
+        on = np.isfinite(track["along"])
+        pixels = pictures.trajectories(*(track[c][on] for c in ("step", "vehicle", "along", "speed")), PIXELS,
+                                       (duration + 1, metres + 1, fastest))
+        picture = pictures.image(pixels, pictures.speed_palette(), f"time-space diagram, {name}")
+        diagrams.append(plot(named(name), picture, (0, minutes), (0, metres / 1000),
+                             "time, min; place along the main road, km", pictures.speed_key(fastest), 1.7))
+    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same traffic "
+            "meets each controller. Red bands that move against the traffic are jams.</p>",
+            '<div class="row wide">', *diagrams, "</div>"]
+
+
+def named(controller):
+    return "without control" if controller == "none" else html.escape(controller)
+
+
+def traffic_section(episodes):
+    """Histograms of speeds and gaps, and the mean speed by time."""
+    edges = {"speed": np.linspace(0, max(float(t["speed"].max()) for t in episodes.values()) + 1e-3, BINS + 1),
+             "gap": np.linspace(0, GAP_M, BINS + 1)}
+    shares = {column: {named(n): 100 * np.histogram(t[column], e)[0] / len(t[column]) for n, t in episodes.items()}
+              for column, e in edges.items()}
+    mean = {named(n): [(step / 60, value) for step, value in by_minute(t["step"], t["speed"])]
+            for n, t in episodes.items()}
+    return ["<h2>Speeds and gaps</h2><div class=row>",
+            steps("Speed", edges["speed"], shares["speed"], "m/s; % of all vehicles and steps"),
+            steps("Gap to the leader", edges["gap"], shares["gap"], f"m, up to {GAP_M}; % of all vehicles and steps"),
+            lines("Mean speed", mean, "control steps / 60; m/s", zero=True), "</div>"]
+
+
+def by_minute(step, value):
+    """[(middle of 60 steps, mean of the values in them)]"""
+    part = step // 60
+    total, count = np.bincount(part, value.astype(float)), np.bincount(part)
+    return [(60 * i + 30, float(total[i] / count[i])) for i in np.flatnonzero(count)]
+
+
+def influence_section(episodes):
+    """Who is commanded: where along the road, how often, and how the policy's scores fall off with the rank."""
+    acting = {named(n): t for n, t in episodes.items() if t["commanded"].any()}
+    if not acting:
+        return []
+    longest = max(float(np.nanmax(t["along"], initial=1)) for t in acting.values())
+    edges, where = np.linspace(0, longest, PLACES + 1), {}
+    for name, track in acting.items():
+        icvs, chosen = (np.histogram(track["along"][who & np.isfinite(track["along"])], edges)[0]
+                        for who in (track["icv"], track["commanded"]))
+        where[name] = 100 * chosen / np.maximum(icvs, 1)
+    ranks = {n: np.nanmean(t["influence"].astype(float), 0) for n, t in acting.items()
+             if np.isfinite(t["influence"]).any()}
+    often = {n: [(m / 60, v) for m, v in by_minute(t["step"], t["commanded"] * 1.0)] for n, t in acting.items()}
+    shares = "; ".join(f"{n} {100 * t['commanded'].sum() / max(t['icv'].sum(), 1):.1f} %" for n, t in acting.items())
+    return [f"<h2>Who is chosen</h2><p>Commanded share of the connected vehicles, over the episode: {shares}.</p>"
+            "<div class=row>",
+            steps("Where: share of connected vehicles commanded", edges / 1000, where, "km along the main road; %"),
+            lines("When: share of all vehicles commanded", {n: [(x, 100 * y) for x, y in v] for n, v in often.items()},
+                  "control steps / 60; %", zero=True),
+            lines("Influence score by rank", {n: list(enumerate(v, 1)) for n, v in ranks.items()},
+                  "rank among the connected vehicles; score, mean over steps"), "</div>"]
+
+
+def shield_section(path, result):
+    """The shield's log: reasons by controller, and when."""
+    with open(path, newline="") as file:
+        events = [(row["controller"], row["reason"], int(row["step"])) for row in csv.DictReader(file)]
+    if not events:
+        return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
+    names, count = [n for n in result["summary"] if n != "none"], Counter((n, reason) for n, reason, _ in events)
+    reasons, episodes = sorted({reason for _, reason, _ in events}), len(result["seeds"])
+    rows = [[reason, *(f"{count[n, reason] / episodes:.1f}" for n in names)] for reason in reasons]
+    minutes = {n: Counter(step // 60 for name, _, step in events if name == n) for n in names}
+    last = max(step for _, _, step in events) // 60
+    return ["<h2>Shield</h2><p>Commands that the shield changed, per episode, by reason and by time.</p>",
+            grid(["reason", *names], rows, mine=len(names)), '<div class="row" style="margin-top:1rem">',
+            lines("Commands changed in 60 control steps", {
+                html.escape(n): [(m + 0.5, c[m] / episodes) for m in range(last + 1)] for n, c in minutes.items()},
+                "control steps / 60; number per episode", zero=True), "</div>"]
+
+
+# ---- training --------------------------------------------------------------------------------------------------
 
 def curve_sections(rows):
+    """Learning curves of each phase."""
     parts = []
     for phase, groups in CURVES.items():
         mine = [r for r in rows if r["phase"] == phase]
         mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # a stage has its own loss
         if mine:
-            parts.append(f"<h2>Phase {phase}</h2>" + "".join(curve(mine, names) for names in groups))
+            parts += [f"<h2>Phase {phase}</h2><div class=row>", *(curve(mine, names) for names in groups), "</div>"]
     return parts
 
 
-def curve(rows, names, width=420, height=180, left=58):
-    """A line chart of some metrics over epochs as inline SVG."""
+def curve(rows, names):
+    """Some metrics over epochs."""
     series = {n: [(r["epoch"], r[n]) for r in rows if r.get(n) is not None] for n in names}
-    points = [p for line in series.values() for p in line]
-    if not points:
-        return ""
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*points))
-    right, low = max(x1, x0 + 1), height - 24
-    top = y1 if y1 > y0 else y0 + 1
+    about = "; ".join(f"{n}: {VOCABULARY[n]}" for n in names)
+    return lines(" and ".join(names), series, f"epoch<br>{html.escape(about)}", zero=len(names) > 1)
 
-    def place(x, y):
-        across, up = (x - x0) / (right - x0), (y - y0) / (top - y0)
-        return f"{left + across * (width - left - 8):.1f},{low - up * (low - 12):.1f}"
 
-    def text(x, y, what):
-        return f"<text x={x} y={y} font-size=11 fill=currentColor>{what}</text>"
+def resource_section(rows):
+    """Memory over the run, and where the time of a control step goes."""
+    begin = rows[0]["time"]
+    memory = {f"phase {p}": [((r["time"] - begin) / 60, r["memory_mb"]) for r in rows
+                             if r["phase"] == p and r.get("memory_mb")] for p in (1, 2, 3)}
+    parts = [lines("Memory of all processes", memory, "minutes since the first record; MB (PSS)", zero=True)]
+    for phase in (2, 3):
+        mine = [r for r in rows if r["phase"] == phase and r.get("env_steps")]
+        done = np.diff([0, *(r["env_steps"] for r in mine)])
+        mine = [(r, n) for r, n in zip(mine, done) if n > 0]
+        if len(mine) > 1:
+            split = {text: [1000 * r.get(name, 0) / n for r, n in mine] for name, text in STEP_TIME.items()}
+            parts.append(stacked(f"Time of a control step, phase {phase}", [r["epoch"] for r, _ in mine], split,
+                                 "epoch; ms per environment step"))
+    return ["<h2>Memory and time</h2><div class=row>", *parts, "</div>"]
 
-    body = "".join(f"<polyline fill=none stroke={c} stroke-width=2 points='{' '.join(place(*p) for p in line)}'/>"
-                   for c, line in zip(COLOURS, series.values()))
-    body += text(2, 16, f"{top:.3g}") + text(2, low, f"{y0:.3g}") + text(left, height - 6, f"epoch {x0} to {x1}")
-    body += f"<path d='M{left} 8V{low}H{width - 8}' fill=none stroke=currentColor opacity=.4 />"
-    caption = ", ".join(f"<span style='color:{c}'>{n}</span> ({html.escape(VOCABULARY[n])})"
-                        for c, n in zip(COLOURS, series))
-    return f"<figure><svg viewBox='0 0 {width} {height}'>{body}</svg><figcaption>{caption}</figcaption></figure>"
+
+# ---- origin ----------------------------------------------------------------------------------------------------
+
+def origin_section(folder, result):
+    """What made these numbers: steps, command line, revision, versions, seeds, configuration."""
+    parts, facts = ["<h2>How it was made</h2>"], {**versions(), "python": sys.version.split()[0]}
+    if (folder / "state.json").exists():
+        state = json.loads((folder / "state.json").read_text())
+        facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
+        parts.append(grid(["step", "status", "seconds"], [[name, s["status"], f"{s['seconds']:.0f}"]
+                                                         for name, s in state["steps"].items() if "seconds" in s]))
+    facts = {**facts, "held-out seeds": listed(result["seeds"])} if result else facts
+    parts += ["<ul>", *(f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()), "</ul>"]
+    if (folder / "config.yaml").exists():
+        parts += ["<details><summary>Configuration</summary><pre>", html.escape((folder / "config.yaml").read_text()),
+                  "</pre></details>"]
+    return parts
 
 
 def main():

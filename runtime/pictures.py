@@ -1,0 +1,172 @@
+"""Pictures for a page without scripts and without network: inline SVG and PNG. Text is HTML, so that it keeps its size.
+
+A picture is a `plot`: a drawing that stretches to the frame, and around it ticks placed by percent. Colours are names
+of CSS variables (--c0, --c1, ...), so that light and dark pages have their own.
+"""
+import base64
+import html
+import math
+import struct
+import zlib
+
+import numpy as np
+
+SLOW_TO_FAST = ((189, 16, 44), (232, 82, 38), (247, 160, 38), (84, 178, 121), (40, 117, 190))  # red: stands still
+STYLE = """figure{margin:0;min-width:0}figcaption{font-weight:600;margin:0 0 .3rem}
+.plot{display:grid;grid-template-columns:var(--left,2.9rem) 1fr;font-size:.75rem;color:var(--soft)}
+.box{position:relative;aspect-ratio:var(--ratio,2);border:solid var(--line);border-width:0 0 1px 1px;background:var(--plot)}
+.box svg,.box img{position:absolute;inset:0;width:100%;height:100%}
+.y{position:relative}.y span{position:absolute;right:.35rem;transform:translateY(50%);white-space:nowrap}
+.x{grid-column:2;position:relative;height:1.3rem}.x span{position:absolute;transform:translateX(-50%);top:.15rem}
+.x span:last-child{transform:translateX(-100%)}.x span:first-child{transform:none}
+.unit{grid-column:1/-1;text-align:right;margin-top:-.1rem}
+.key{font-size:.8rem;display:flex;flex-wrap:wrap;gap:.1rem .9rem;margin:.1rem 0 0}
+.key i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.35em;vertical-align:-.1em}
+.ramp{flex:1;min-width:7rem;height:.9em;border-radius:.2em;align-self:center}"""
+
+
+def png(pixels, palette):
+    """PNG file of indices [height, width] uint8 into `palette` [(r, g, b)]; index 0 is transparent."""
+    def chunk(kind, data):
+        return struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+    height, width = pixels.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels], 1).tobytes()  # no filter before each row
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack("!IIBBBBB", width, height, 8, 3, 0, 0, 0))
+            + chunk(b"PLTE", bytes(np.array(palette, np.uint8))) + chunk(b"tRNS", b"\0")
+            + chunk(b"IDAT", zlib.compress(rows, 9)) + chunk(b"IEND", b""))
+
+
+def image(pixels, palette, alt):
+    data = base64.b64encode(png(pixels, palette)).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+
+
+def speed_palette():
+    """256 colours: 0 is transparent, 1 standing still to 255 the fastest."""
+    at = np.linspace(0, len(SLOW_TO_FAST) - 1, 255)
+    channels = [np.interp(at, range(len(SLOW_TO_FAST)), channel) for channel in zip(*SLOW_TO_FAST)]
+    return [(0, 0, 0), *np.round(np.stack(channels, 1)).astype(int).tolist()]
+
+
+def speed_key(fastest):
+    """Legend of `speed_palette`."""
+    colours = ",".join(f"rgb{c}" for c in SLOW_TO_FAST)
+    return (f'<div class=key><span>0 m/s</span><span class=ramp style="background:linear-gradient(90deg,{colours})">'
+            f"</span><span>{fastest:.0f} m/s</span></div>")
+
+
+def trajectories(step, vehicle, place, speed, shape, extent):
+    """Pixels [height, width] of vehicles' lines in time and space, 0 = nobody, 1 to 255 = speed; the slowest wins.
+
+    One row per vehicle and control step: `place` and `speed` as shares of their `extent` (steps, metres, m/s).
+    """
+    (height, width), (steps, metres, fastest) = shape, extent
+    order = np.lexsort((step, vehicle))
+    t, who, y, v = (values[order] for values in (step, vehicle, place.astype(float), speed.astype(float)))
+    forward = y[1:] - y[:-1]
+    joined = (who[1:] == who[:-1]) & (t[1:] == t[:-1] + 1) & (forward >= 0) & (forward < metres / 4)  # not a new lap
+    begin = np.flatnonzero(joined)
+    share = np.linspace(0, 1, 1 + math.ceil((forward[begin] / metres * height).max(initial=1)))[None]
+    column = ((t[begin, None] + share) / steps * width).astype(int)
+    row = ((1 - (y[begin, None] + share * forward[begin, None]) / metres) * height).astype(int)
+    colour = 1 + np.clip((v[begin, None] * (1 - share) + v[begin + 1, None] * share) / fastest, 0, 1) * 254
+    pixels = np.full(height * width, 256)
+    flat = np.clip(row, 0, height - 1) * width + np.clip(column, 0, width - 1)
+    np.minimum.at(pixels, flat.ravel(), colour.ravel().astype(int))
+    return np.where(pixels == 256, 0, pixels).astype(np.uint8).reshape(height, width)
+
+
+def ticks(low, high, most=5):
+    """Round numbers between low and high, at most `most` + 1."""
+    step = 10 ** math.floor(math.log10(max(high - low, 1e-12) / most))
+    step = next(s for s in (step, 2 * step, 2.5 * step, 5 * step, 10 * step, 20 * step) if (high - low) / s <= most)
+    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def plot(title, drawing, x, y, unit="", key="", ratio=2, left=2.9):
+    """A figure: `drawing` fills the frame, x and y = (low, high) or {text: share}; `unit` is written below; `left` rem
+    are kept for the text of y."""
+    def marks(axis, side):
+        if not isinstance(axis, dict):
+            low, high = axis
+            axis = {f"{t:g}": (t - low) / (high - low) for t in ticks(low, high)}
+        return "".join(f'<span style="{side}:{100 * at:.2f}%">{text}</span>' for text, at in axis.items())
+    return (f'<figure><figcaption>{title}</figcaption><div class=plot style="--ratio:{ratio};--left:{left}rem"><div class=y>'
+            f'{marks(y, "bottom")}</div><div class=box>{drawing}</div><div class=x>{marks(x, "left")}</div>'
+            f"<div class=unit>{unit}</div></div>{key}</figure>")
+
+
+def key(names):
+    """Legend: {text: colour}."""
+    return "<div class=key>" + "".join(f'<span><i style="background:var({colour})"></i>{text}</span>'
+                                       for text, colour in names.items()) + "</div>"
+
+
+def svg(body):
+    return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{body}</svg>'
+
+
+def path(points, x, y, colour, fill=False):
+    """An SVG line through [(x, y)], or the area between it and the lower edge; x and y = (low, high)."""
+    at = [f"{100 * (a - x[0]) / (x[1] - x[0]):.2f} {100 - 100 * (b - y[0]) / (y[1] - y[0]):.2f}" for a, b in points]
+    if fill:
+        return f'<path d="M{at[0].split()[0]} 100L{" ".join(at)}L{at[-1].split()[0]} 100Z" fill="var({colour})"/>'
+    if len(at) == 1:
+        at.append(at[0])  # round caps make a dot of it
+    return (f'<path d="M{"L".join(at)}" fill="none" stroke="var({colour})" stroke-width="2" stroke-linecap="round" '
+            'stroke-linejoin="round" vector-effect="non-scaling-stroke"/>')
+
+
+def lines(title, series, unit="", zero=False, ratio=2):
+    """Line chart of {text: [(x, y)]}; `zero` begins the y axis at 0 or below."""
+    series = {name: points for name, points in series.items() if points}
+    if not series:
+        return ""
+    x, y = (span([p[axis] for points in series.values() for p in points]) for axis in (0, 1))
+    y = (min(y[0], 0.0), y[1]) if zero else y
+    colours = dict(zip(series, COLOURS))
+    drawing = svg("".join(path(points, x, y, colours[name]) for name, points in series.items()))
+    return plot(title, drawing, x, y, unit, key(colours) if len(series) > 1 else "", ratio)
+
+
+def stacked(title, x, parts, unit=""):
+    """Areas on top of each other: x [n], parts {text: [n]}."""
+    total = np.cumsum(list(parts.values()), 0)
+    xs, ys, colours = span(x), (0.0, max(float(total[-1].max()), 1e-9) * 1.05), dict(zip(parts, COLOURS))
+    areas = [path(list(zip(x, top)), xs, ys, colours[name], fill=True) for name, top in zip(parts, total)]
+    return plot(title, svg("".join(areas[::-1])), xs, ys, unit, key(colours))
+
+
+def steps(title, edges, heights, unit="", ratio=2):
+    """Histograms {text: heights [n]} over common `edges` [n + 1], as outlines."""
+    outlines = {name: [(x, h) for h, a, b in zip(values, edges, edges[1:]) for x in (a, b)]
+                for name, values in heights.items()}
+    return lines(title, outlines, unit, zero=True, ratio=ratio)
+
+
+def intervals(title, rows, unit=""):
+    """Means with their 95 % intervals, one row each: {text: (mean, half width or None)}."""
+    ends = [m + sign * (c or 0) for m, c in rows.values() for sign in (-1, 1)]
+    x, n = span([0.0, *ends]), len(rows)
+    zero = f'<path d="M{at(0, x)} 0V100" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
+    bars, names = [zero], {}
+    for i, (name, (mean, half)) in enumerate(rows.items()):
+        y = 100 * (i + 0.5) / n
+        names[name] = 1 - (i + 0.5) / n
+        bars.append(f'<path d="M{at(mean - (half or 0), x)} {y}H{at(mean + (half or 0), x)}" stroke="var(--c1)" '
+                    f'stroke-width="3" vector-effect="non-scaling-stroke"/><path d="M{at(mean, x)} {y}h0" '
+                    'stroke="var(--c1)" stroke-width="11" stroke-linecap="round" vector-effect="non-scaling-stroke"/>')
+    return plot(title, svg("".join(bars)), x, names, unit, ratio=max(6 / n, 1), left=7.5)
+
+
+def at(value, axis):
+    return f"{100 * (value - axis[0]) / (axis[1] - axis[0]):.2f}"
+
+
+def span(values):
+    """(low, high) of some numbers, never empty, with a little air above."""
+    low, high = float(min(values)), float(max(values))
+    return low, high if high > low else low + (abs(low) or 1.0)
+
+
+COLOURS = tuple(f"--c{i}" for i in range(8))
