@@ -12,14 +12,14 @@ import zlib
 import numpy as np
 
 SLOW_TO_FAST = ((189, 16, 44), (232, 82, 38), (247, 160, 38), (84, 178, 121), (40, 117, 190))  # red: stands still
+COLOURS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c0")
 STYLE = """figure{margin:0;min-width:0}figcaption{font-weight:600;margin:0 0 .3rem}
 .plot{display:grid;grid-template-columns:var(--left,2.9rem) 1fr;font-size:.75rem;color:var(--soft)}
 .box{position:relative;aspect-ratio:var(--ratio,2);border:solid var(--line);border-width:0 0 1px 1px;background:var(--plot)}
 .box svg,.box img{position:absolute;inset:0;width:100%;height:100%}
 .y{position:relative}.y span{position:absolute;right:.35rem;transform:translateY(50%);white-space:nowrap}
-.x{grid-column:2;position:relative;height:1.3rem}.x span{position:absolute;transform:translateX(-50%);top:.15rem}
-.x span:last-child{transform:translateX(-100%)}.x span:first-child{transform:none}
-.unit{grid-column:1/-1;text-align:right;margin-top:-.1rem}
+.x{grid-column:2;position:relative;height:1.3rem}.x span{position:absolute;top:.15rem}
+.unit{grid-column:2;text-align:right;margin-top:-.1rem}.about{font-size:.8rem;color:var(--soft);margin:.4rem 0 0}
 .key{font-size:.8rem;display:flex;flex-wrap:wrap;gap:.1rem .9rem;margin:.1rem 0 0}
 .key i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.35em;vertical-align:-.1em}
 .ramp{flex:1;min-width:7rem;height:.9em;border-radius:.2em;align-self:center}"""
@@ -55,16 +55,17 @@ def speed_key(fastest):
             f"</span><span>{fastest:.0f} m/s</span></div>")
 
 
-def trajectories(step, vehicle, place, speed, shape, extent):
+def trajectories(step, vehicle, place, speed, shown, shape, extent):
     """Pixels [height, width] of vehicles' lines in time and space, 0 = nobody, 1 to 255 = speed; the slowest wins.
 
-    One row per vehicle and control step: `place` and `speed` as shares of their `extent` (steps, metres, m/s).
+    One row per vehicle and control step; `extent`: steps, metres and m/s of the whole picture; only what begins in a
+    row that is `shown` is drawn.
     """
     (height, width), (steps, metres, fastest) = shape, extent
     order = np.lexsort((step, vehicle))
-    t, who, y, v = (values[order] for values in (step, vehicle, place.astype(float), speed.astype(float)))
+    t, who, y, v, shown = (values[order] for values in (step, vehicle, place.astype(float), speed.astype(float), shown))
     forward = y[1:] - y[:-1]
-    joined = (who[1:] == who[:-1]) & (t[1:] == t[:-1] + 1) & (forward >= 0) & (forward < metres / 4)  # not a new lap
+    joined = shown[:-1] & (who[1:] == who[:-1]) & (t[1:] == t[:-1] + 1) & (forward >= 0) & (forward < metres / 4)  # not a new lap
     begin = np.flatnonzero(joined)
     share = np.linspace(0, 1, 1 + math.ceil((forward[begin] / metres * height).max(initial=1)))[None]
     column = ((t[begin, None] + share) / steps * width).astype(int)
@@ -86,13 +87,14 @@ def ticks(low, high, most=5):
 def plot(title, drawing, x, y, unit="", key="", ratio=2, left=2.9):
     """A figure: `drawing` fills the frame, x and y = (low, high) or {text: share}; `unit` is written below; `left` rem
     are kept for the text of y."""
-    def marks(axis, side):
+    def marks(axis, style):
         if not isinstance(axis, dict):
             low, high = axis
             axis = {f"{t:g}": (t - low) / (high - low) for t in ticks(low, high)}
-        return "".join(f'<span style="{side}:{100 * at:.2f}%">{text}</span>' for text, at in axis.items())
+        return "".join(f'<span style="{style.format(100 * share)}">{text}</span>' for text, share in axis.items())
+    left_of = "left:{0:.2f}%;transform:translateX(-{0:.0f}%)"  # the outer ones stay inside
     return (f'<figure><figcaption>{title}</figcaption><div class=plot style="--ratio:{ratio};--left:{left}rem"><div class=y>'
-            f'{marks(y, "bottom")}</div><div class=box>{drawing}</div><div class=x>{marks(x, "left")}</div>'
+            f'{marks(y, "bottom:{0:.2f}%")}</div><div class=box>{drawing}</div><div class=x>{marks(x, left_of)}</div>'
             f"<div class=unit>{unit}</div></div>{key}</figure>")
 
 
@@ -117,46 +119,56 @@ def path(points, x, y, colour, fill=False):
             'stroke-linejoin="round" vector-effect="non-scaling-stroke"/>')
 
 
-def lines(title, series, unit="", zero=False, ratio=2):
-    """Line chart of {text: [(x, y)]}; `zero` begins the y axis at 0 or below."""
+def lines(title, series, unit="", zero=False, colours=(), about=""):
+    """Line chart of {text: [(x, y)]}; `zero` begins the y axis at 0 or below; `colours` {text: colour}
+    are kept, the other lines take what is left; `about` is written below."""
     series = {name: points for name, points in series.items() if points}
     if not series:
         return ""
     x, y = (span([p[axis] for points in series.values() for p in points]) for axis in (0, 1))
-    y = (min(y[0], 0.0), y[1]) if zero else y
-    colours = dict(zip(series, COLOURS))
+    low = min(y[0], 0.0) if zero else y[0]
+    y = low, low + 1.05 * (y[1] - low)  # a little air above
+    colours = coloured(series, colours)
     drawing = svg("".join(path(points, x, y, colours[name]) for name, points in series.items()))
-    return plot(title, drawing, x, y, unit, key(colours) if len(series) > 1 else "", ratio)
+    return plot(title, drawing, x, y, unit,
+                (key(colours) if len(series) > 1 else "") + (f"<p class=about>{about}</p>" if about else ""))
 
 
 def stacked(title, x, parts, unit=""):
     """Areas on top of each other: x [n], parts {text: [n]}."""
     total = np.cumsum(list(parts.values()), 0)
-    xs, ys, colours = span(x), (0.0, max(float(total[-1].max()), 1e-9) * 1.05), dict(zip(parts, COLOURS))
+    xs, ys, colours = span(x), (0.0, max(float(total[-1].max()), 1e-9) * 1.05), coloured(parts)
     areas = [path(list(zip(x, top)), xs, ys, colours[name], fill=True) for name, top in zip(parts, total)]
     return plot(title, svg("".join(areas[::-1])), xs, ys, unit, key(colours))
 
 
-def steps(title, edges, heights, unit="", ratio=2):
+def steps(title, edges, heights, unit="", colours=()):
     """Histograms {text: heights [n]} over common `edges` [n + 1], as outlines."""
     outlines = {name: [(x, h) for h, a, b in zip(values, edges, edges[1:]) for x in (a, b)]
                 for name, values in heights.items()}
-    return lines(title, outlines, unit, zero=True, ratio=ratio)
+    return lines(title, outlines, unit, zero=True, colours=colours)
 
 
-def intervals(title, rows, unit=""):
+def intervals(title, rows, colours, unit=""):
     """Means with their 95 % intervals, one row each: {text: (mean, half width or None)}."""
     ends = [m + sign * (c or 0) for m, c in rows.values() for sign in (-1, 1)]
     x, n = span([0.0, *ends]), len(rows)
     zero = f'<path d="M{at(0, x)} 0V100" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
-    bars, names = [zero], {}
+    bars, names, colours = [zero], {}, coloured(rows, colours)
     for i, (name, (mean, half)) in enumerate(rows.items()):
         y = 100 * (i + 0.5) / n
         names[name] = 1 - (i + 0.5) / n
-        bars.append(f'<path d="M{at(mean - (half or 0), x)} {y}H{at(mean + (half or 0), x)}" stroke="var(--c1)" '
-                    f'stroke-width="3" vector-effect="non-scaling-stroke"/><path d="M{at(mean, x)} {y}h0" '
-                    'stroke="var(--c1)" stroke-width="11" stroke-linecap="round" vector-effect="non-scaling-stroke"/>')
-    return plot(title, svg("".join(bars)), x, names, unit, ratio=max(6 / n, 1), left=7.5)
+        bars.append(f'<path d="M{at(mean - (half or 0), x)} {y}H{at(mean + (half or 0), x)}" '
+                    f'stroke="var({colours[name]})" stroke-width="3" vector-effect="non-scaling-stroke"/><path d="M{at(mean, x)} {y}h0" '
+                    f'stroke="var({colours[name]})" stroke-width="11" stroke-linecap="round" vector-effect="non-scaling-stroke"/>')
+    return plot(title, svg("".join(bars)), x, names, unit, ratio=8 / max(n, 4), left=7.5)
+
+
+def coloured(names, fixed=()):
+    """{name: colour}, the fixed ones and others in turn."""
+    fixed = {name: fixed[name] for name in names if name in fixed}
+    left = [colour for colour in COLOURS if colour not in fixed.values()]
+    return {name: fixed.get(name) or left.pop(0) for name in names}
 
 
 def at(value, axis):
@@ -164,9 +176,6 @@ def at(value, axis):
 
 
 def span(values):
-    """(low, high) of some numbers, never empty, with a little air above."""
+    """(low, high) of some numbers, never empty."""
     low, high = float(min(values)), float(max(values))
     return low, high if high > low else low + (abs(low) or 1.0)
-
-
-COLOURS = tuple(f"--c{i}" for i in range(8))

@@ -5,7 +5,7 @@
 import csv
 import html
 import json
-import subprocess
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,12 +29,15 @@ h1{margin:.2rem 0 0;line-height:1.2}h2{margin:2.6rem 0 .6rem;border-bottom:1px s
 p,li{max-width:52rem}.soft{color:var(--soft)}code{overflow-wrap:anywhere}
 .row{display:grid;gap:1.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr))}
 .row.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
+.beside{display:flex;flex-wrap:wrap;gap:1.2rem;align-items:start}.beside>.scroll{max-width:100%}
+.beside>figure{flex:1 1 19rem;max-width:36rem;background:var(--card);border-radius:.6rem;padding:.8rem}
 .row>figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
 .tiles{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));margin:1rem 0}
 .tile b{display:block;font-size:1.5rem;line-height:1.3}.tile span{font-size:.85rem;color:var(--soft)}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+.scroll{overflow-x:auto}table{border-spacing:0;font-size:.9rem;font-variant-numeric:tabular-nums}
 td,th{padding:.3rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--page)}
+@media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:.3rem .45rem}}
 td.mine,th.mine{background:var(--card);font-weight:600}
 pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
@@ -45,11 +48,17 @@ SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_st
           "shield_clips": "commands weakened by the shield", "shield_emergencies": "emergency brakings of the shield"}
 TILES = {"s_total": "S_total, against no control", "ocr_change": "% more vehicles arrived", "c_int": "C_int",
          "collisions": "collisions an episode"}
-CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)),
-          2: (("return",), ("ocr",), ("c_int",)),
-          3: (("c_int", "limit"), ("multiplier",), ("return",))}
+CURVES = {1: {"Error of the predicted position": ("rmse_position", "rmse_position_cv"),
+              "Error of the predicted speed": ("rmse_speed", "rmse_speed_cv"), "Held-out loss": ("loss_held_out",)},
+          2: {"Return of an episode": ("return",), "Vehicles that arrive": ("ocr",), "Cost of intervening": ("c_int",)},
+          3: {"Cost of intervening and its limit": ("c_int", "limit"), "Lagrange multiplier": ("multiplier",),
+              "Return of an episode": ("return",)}}
 STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "waiting for SUMO", "time_learn": "learning"}
+COLOURS = {"without control": "--c0", "policy": "--c1", "lane_advice": "--c2", "follower_stopper": "--c3",
+           "random": "--c4", "pi_saturation": "--c5", "idm": "--c6",
+           "speed_advice": "--c7"}  # a controller has the same one everywhere
 GAP_M, BINS, PLACES = 100, 40, 30  # histograms: largest gap shown, bins; parts of the road
+TRAJECTORY = ("step", "vehicle", "along", "speed")
 PIXELS = (360, 900)                # height and width of a time-space diagram
 
 
@@ -68,7 +77,7 @@ def build_report(folder):
         parts += curve_sections(rows) + resource_section(rows)
     if (folder / "evaluation.shield.csv").exists() and result:
         parts += shield_section(folder / "evaluation.shield.csv", result)
-    parts += influence_section(episodes)
+    parts += influence_section(episodes, facts)
     parts += origin_section(folder, result)
     title = f"{folder.resolve().name}: mixed-autonomy traffic"
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -95,16 +104,19 @@ def score_section(result):
     names, summary = list(result["summary"]), result["summary"]
     rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
     scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
-    return ["<h2>Scores</h2>", grid(["", *names], rows, mine=len(names)), '<div class="row" style="margin-top:1rem">',
-            pictures.intervals("S_total, mean and 95 % interval", scores), "</div>",
+    return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=len(names)),
+            pictures.intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
             f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
             "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>"]
 
 
 def cell(value):
+    """The mean with as many digits as its interval allows: two of those."""
     if not value or value["mean"] is None:
         return "–"
-    return f"{value['mean']:.3g}" + ("" if value["ci95"] is None else f" ± {value['ci95']:.2g}")
+    mean, half = value["mean"], value["ci95"]
+    decimals = max(1 - math.floor(math.log10(half or abs(mean) / 10 or 1)), 0)
+    return f"{mean:.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}" if half else " ± 0")
 
 
 def listed(values):
@@ -123,19 +135,21 @@ def grid(head, rows, mine=None):
 
 def time_space(episodes, facts):
     """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
+    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same traffic "
+            "meets each controller. Red bands that move against the traffic are jams.</p>", '<div class="row wide">',
+            *(diagram(named(n), track, np.isfinite(track["along"]), episodes, facts) for n, track in episodes.items()),
+            "</div>"]
+
+
+def diagram(title, track, shown, episodes, facts):
+    """Time-space diagram of the `shown` rows of a track, on the axes of all episodes."""
     metres, fastest, duration = (max(float(np.nanmax(track[name], initial=1)) for track in episodes.values())
                                  for name in ("along", "speed", "step"))
-    minutes, fastest, diagrams = duration * float(facts["interval"]) / 60, 5 * np.ceil(fastest / 5), []
-    for name, track in episodes.items():
-        on = np.isfinite(track["along"])
-        pixels = pictures.trajectories(*(track[c][on] for c in ("step", "vehicle", "along", "speed")), PIXELS,
-                                       (duration + 1, metres + 1, fastest))
-        picture = pictures.image(pixels, pictures.speed_palette(), f"time-space diagram, {name}")
-        diagrams.append(plot(named(name), picture, (0, minutes), (0, metres / 1000),
-                             "time, min; place along the main road, km", pictures.speed_key(fastest), 1.7))
-    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same traffic "
-            "meets each controller. Red bands that move against the traffic are jams.</p>",
-            '<div class="row wide">', *diagrams, "</div>"]
+    minutes, fastest, on = (duration + 1) * float(facts["interval"]) / 60, 5 * np.ceil(fastest / 5), track["along"] >= 0
+    pixels = pictures.trajectories(*(values[on] for values in (*map(track.get, TRAJECTORY), shown)), PIXELS,
+                                   (duration + 1, metres + 1, fastest))
+    return plot(title, pictures.image(pixels, pictures.speed_palette(), f"time-space diagram: {title}"), (0, minutes),
+                (0, metres / 1000), "time, min; place along the main road, km", pictures.speed_key(fastest), 1.7)
 
 
 def named(controller):
@@ -151,9 +165,9 @@ def traffic_section(episodes):
     mean = {named(n): [(step / 60, value) for step, value in by_minute(t["step"], t["speed"])]
             for n, t in episodes.items()}
     return ["<h2>Speeds and gaps</h2><div class=row>",
-            steps("Speed", edges["speed"], shares["speed"], "m/s; % of all vehicles and steps"),
-            steps("Gap to the leader", edges["gap"], shares["gap"], f"m, up to {GAP_M}; % of all vehicles and steps"),
-            lines("Mean speed", mean, "control steps / 60; m/s", zero=True), "</div>"]
+            steps("Speed", edges["speed"], shares["speed"], "m/s; % of all vehicles and steps", COLOURS),
+            steps("Gap to the leader", edges["gap"], shares["gap"], f"m, up to {GAP_M}; % of all vehicles and steps", COLOURS),
+            lines("Mean speed", mean, "time, 60 control steps; m/s", True, COLOURS), "</div>"]
 
 
 def by_minute(step, value):
@@ -163,7 +177,7 @@ def by_minute(step, value):
     return [(60 * i + 30, float(total[i] / count[i])) for i in np.flatnonzero(count)]
 
 
-def influence_section(episodes):
+def influence_section(episodes, facts):
     """Who is commanded: where along the road, how often, and how the policy's scores fall off with the rank."""
     acting = {named(n): t for n, t in episodes.items() if t["commanded"].any()}
     if not acting:
@@ -179,12 +193,14 @@ def influence_section(episodes):
     often = {n: [(m / 60, v) for m, v in by_minute(t["step"], t["commanded"] * 1.0)] for n, t in acting.items()}
     shares = "; ".join(f"{n} {100 * t['commanded'].sum() / max(t['icv'].sum(), 1):.1f} %" for n, t in acting.items())
     return [f"<h2>Who is chosen</h2><p>Commanded share of the connected vehicles, over the episode: {shares}.</p>"
-            "<div class=row>",
-            steps("Where: share of connected vehicles commanded", edges / 1000, where, "km along the main road; %"),
+            '<div class="row wide">', *(diagram(f"Commanded vehicles, {n}", t, t["commanded"], episodes, facts)
+                                        for n, t in acting.items()), '</div><div class=row style="margin-top:1.2rem">',
+            steps("Where: share of connected vehicles commanded", edges / 1000, where, "km along the main road; %",
+                  COLOURS),
             lines("When: share of all vehicles commanded", {n: [(x, 100 * y) for x, y in v] for n, v in often.items()},
-                  "control steps / 60; %", zero=True),
+                  "time, 60 control steps; %", True, COLOURS),
             lines("Influence score by rank", {n: list(enumerate(v, 1)) for n, v in ranks.items()},
-                  "rank among the connected vehicles; score, mean over steps"), "</div>"]
+                  "rank among the connected vehicles; score, mean over steps", False, COLOURS), "</div>"]
 
 
 def shield_section(path, result):
@@ -199,10 +215,10 @@ def shield_section(path, result):
     minutes = {n: Counter(step // 60 for name, _, step in events if name == n) for n in names}
     last = max(step for _, _, step in events) // 60
     return ["<h2>Shield</h2><p>Commands that the shield changed, per episode, by reason and by time.</p>",
-            grid(["reason", *names], rows, mine=len(names)), '<div class="row" style="margin-top:1rem">',
+            "<div class=beside>", grid(["reason", *names], rows, mine=len(names)),
             lines("Commands changed in 60 control steps", {
                 html.escape(n): [(m + 0.5, c[m] / episodes) for m in range(last + 1)] for n, c in minutes.items()},
-                "control steps / 60; number per episode", zero=True), "</div>"]
+                "time, 60 control steps; number per episode", True, COLOURS), "</div>"]
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -214,15 +230,15 @@ def curve_sections(rows):
         mine = [r for r in rows if r["phase"] == phase]
         mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # a stage has its own loss
         if mine:
-            parts += [f"<h2>Phase {phase}</h2><div class=row>", *(curve(mine, names) for names in groups), "</div>"]
+            parts += [f"<h2>Phase {phase}</h2><div class=row>", *(curve(mine, *item) for item in groups.items()), "</div>"]
     return parts
 
 
-def curve(rows, names):
-    """Some metrics over epochs."""
+def curve(rows, title, names):
+    """Some metrics over epochs, with their meaning below."""
     series = {n: [(r["epoch"], r[n]) for r in rows if r.get(n) is not None] for n in names}
     about = "; ".join(f"{n}: {VOCABULARY[n]}" for n in names)
-    return lines(" and ".join(names), series, f"epoch<br>{html.escape(about)}", zero=len(names) > 1)
+    return lines(title, series, "epoch", zero=len(names) > 1, about=html.escape(about))
 
 
 def resource_section(rows):
