@@ -88,10 +88,6 @@ class BaselineController:
         return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
                 "wanted": wanted, "wanted_lane": wanted_lane}
 
-    def scores(self):
-        """A rule scores nobody."""
-        return []
-
 
 class Audit:
     """What the shield changed in one episode: counts for the row, and one line per override for the log."""
@@ -275,7 +271,7 @@ def add_options(parser):
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
-    parser.add_argument("--tracks", action="store_true", help="beside --out, record one episode of none, the best rule and policy")
+    parser.add_argument("--tracks", metavar="FILE.npz", help="record an episode of none, the best rule, policy")
     parser.add_argument("--animate", metavar="FILE.gif", help="no scores: draw the last controller's first episode")
     parser.add_argument("--gui", action="store_true", help="no scores: show that episode live in sumo-gui")
 
@@ -322,7 +318,7 @@ def main():
         write(options.out, cfg.env.scenario, seeds, rows, log)
     if options.tracks:
         tracks = watch(cfg, to_record(summarise(rows)), seeds[0], model, folder)
-        save_tracks(Path(options.out).with_suffix(".tracks.npz"), tracks, cfg.env.control_interval, seeds[0])
+        save_tracks(options.tracks, tracks, cfg.env.control_interval, seeds[0])
 
 
 def to_record(summary):
@@ -333,8 +329,6 @@ def to_record(summary):
 
 def check_output(options):
     """ConfigError or SumoError for what this machine cannot show, before anything is simulated."""
-    if options.tracks and not options.out:
-        raise ConfigError("command line: --tracks needs --out FILE.json, beside which the tracks are written")
     if options.animate:
         animation.check(options.animate)
     if options.gui:
@@ -343,14 +337,13 @@ def check_output(options):
 
 def show(cfg, controller, seed, model, folder, options):
     """One episode in SUMO's window, as an animation, or both."""
-    if options.gui:  # whoever looks may pause as long as he likes, and a closed window stays closed
+    if options.gui:  # one may pause for as long as one likes, and a closed window stays closed
         cfg.env.backend, cfg.env.call_timeout_s, cfg.rollout.restarts = "gui", 1e6, 0
     tracks = watch(cfg, [controller], seed, model, folder)
     if options.animate:
         path = Path(options.animate).with_suffix(".tracks.npz")
         save_tracks(path, tracks, cfg.env.control_interval, seed)
         animation.draw(path, options.animate)
-
 
 
 if __name__ == "__main__":

@@ -39,43 +39,42 @@ def draw(tracks, path, controller=None, say=print):
     matplotlib.use("Agg")
     from matplotlib import animation, pyplot
     track, interval = episodes[controller], float(facts["interval"])
-    first = np.searchsorted(track["step"], np.arange(track["step"][-1] + 2))
+    count = len(track["influence"])
+    first = np.searchsorted(track["step"], np.arange(count + 1))
     figure, vehicles, commanded, title = _scene(pyplot, track, facts)
 
     def frame(step):
         now = slice(first[step], first[step + 1])
         place = np.stack([track["x"][now], track["y"][now]], 1)
-        vehicles.set_offsets(place)
-        vehicles.set_array(track["speed"][now].astype(float))
-        vehicles.set_linewidths(track["icv"][now] * 1.2)
+        vehicles.set(offsets=place, array=track["speed"][now].astype(float), linewidths=track["icv"][now] * 1.3)
         commanded.set_offsets(place[track["commanded"][now]])
-        mean = track["speed"][now].mean() if len(place) else np.nan
-        title.set_text(f"{controller}   t = {step * interval:4.0f} s   {len(place)} vehicles, mean {mean:.1f} m/s   "
-                       "blue rim: connected   magenta: commanded")
+        mean = track["speed"][now].astype(float).mean() if len(place) else 0.0
+        title.set_text(f"{controller}   {step * interval:4.0f} s   {len(place):3d} vehicles, mean speed {mean:4.1f} m/s   "
+                       "(blue rim: connected, magenta ring: commanded)")
 
-    steps = range(0, len(first) - 1, -(-(len(first) - 1) // FRAMES))
-    animation.FuncAnimation(figure, frame, steps).save(path, writer=animation.PillowWriter(fps=PER_SECOND))
+    shown = range(0, count, -(-count // FRAMES))
+    animation.FuncAnimation(figure, frame, shown).save(path, writer=animation.PillowWriter(fps=PER_SECOND))
     pyplot.close(figure)
-    say(f"animation: {path} ({len(steps)} frames)")
+    say(f"animation: {path} ({len(shown)} frames)")
 
 
 def _scene(pyplot, track, facts):
     """(figure, scatter of all vehicles, scatter of the commanded ones, title) with the roads drawn."""
-    xy, first = facts["lanes/xy"], facts["lanes/first"]
-    lanes = np.split(xy, first[1:])
+    from matplotlib.collections import LineCollection
+    xy, fastest = facts["lanes/xy"], max(float(track["speed"].max(initial=1)), 1.0)
     width, height = np.ptp(xy, 0) + 20
     flat = width / height > FLATTEST
-    shown = np.clip(height / width, 1 / FLATTEST, 1.2)
-    figure, axes = pyplot.subplots(figsize=(10, 10 * shown + 0.8), dpi=90, layout="constrained")
-    for lane in lanes:
-        axes.plot(*lane.T, color="0.85", lw=5 if flat else 3, solid_capstyle="butt", zorder=0)
-    commanded = axes.scatter([], [], s=90, facecolors="none", edgecolors="#ff00aa", linewidths=2, zorder=2)
-    vehicles = axes.scatter([], [], s=22, c=[], cmap="RdYlBu", vmin=0, vmax=max(float(track["speed"].max()), 1.0),
-                            edgecolors="#1e50ff", zorder=3)
-    figure.colorbar(vehicles, label="speed, m/s", pad=0.01)
-    axes.set_aspect("auto" if flat else "equal")
-    axes.set(xlabel="x, m", ylabel="y, m (stretched)" if flat else "y, m")
-    return figure, vehicles, commanded, axes.set_title("", loc="left", fontsize=9)
+    figure, axes = pyplot.subplots(figsize=(10, 10 * np.clip(height / width, 1 / FLATTEST, 1.2) + 0.6), dpi=90)
+    lanes = LineCollection(np.split(xy, facts["lanes/first"][1:]), colors="0.87", linewidths=7 if flat else 4)
+    axes.add_collection(lanes)
+    commanded = axes.scatter([], [], s=110, facecolors="none", edgecolors="#e6007e", linewidths=2.5)
+    vehicles = axes.scatter([], [], s=26, c=[], cmap="RdYlGn", vmin=0, vmax=fastest, edgecolors="#1e50ff", zorder=3)
+    figure.colorbar(vehicles, label="speed, m/s", pad=0.01, fraction=0.03)
+    axes.set(xlim=(xy[:, 0].min() - 10, xy[:, 0].max() + 10), ylim=(xy[:, 1].min() - 10, xy[:, 1].max() + 10),
+             aspect="auto" if flat else "equal", xlabel="x, m", ylabel="y, m (stretched)" if flat else "y, m")
+    title = axes.set_title("", loc="left", fontsize=9)
+    figure.tight_layout()
+    return figure, vehicles, commanded, title
 
 
 def main():

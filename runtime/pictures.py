@@ -11,11 +11,12 @@ import zlib
 
 import numpy as np
 
-SLOW_TO_FAST = ((189, 16, 44), (232, 82, 38), (247, 160, 38), (84, 178, 121), (40, 117, 190))  # red: stands still
+SLOW_TO_FAST = ((206, 26, 52), (232, 82, 38), (247, 160, 38), (84, 178, 121), (40, 117, 190))  # red: stands still
 COLOURS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c0")
 STYLE = """figure{margin:0;min-width:0}figcaption{font-weight:600;margin:0 0 .3rem}
 .plot{display:grid;grid-template-columns:var(--left,2.9rem) 1fr;font-size:.75rem;color:var(--soft)}
-.box{position:relative;aspect-ratio:var(--ratio,2);border:solid var(--line);border-width:0 0 1px 1px;background:var(--plot)}
+.box{position:relative;aspect-ratio:var(--ratio,2);background:var(--plot)}
+.box{border:solid var(--line);border-width:0 0 1px 1px}
 .box svg,.box img{position:absolute;inset:0;width:100%;height:100%}
 .y{position:relative}.y span{position:absolute;right:.35rem;transform:translateY(50%);white-space:nowrap}
 .x{grid-column:2;position:relative;height:1.3rem}.x span{position:absolute;top:.15rem}
@@ -58,15 +59,15 @@ def speed_key(fastest):
 def trajectories(step, vehicle, place, speed, shown, shape, extent):
     """Pixels [height, width] of vehicles' lines in time and space, 0 = nobody, 1 to 255 = speed; the slowest wins.
 
-    One row per vehicle and control step; `extent`: steps, metres and m/s of the whole picture; only what begins in a
-    row that is `shown` is drawn.
+    The arrays have one row per vehicle and control step; a line to the vehicle's next step is drawn where `shown`.
+    `extent`: steps, metres and m/s of the whole picture.
     """
     (height, width), (steps, metres, fastest) = shape, extent
     order = np.lexsort((step, vehicle))
-    t, who, y, v, shown = (values[order] for values in (step, vehicle, place.astype(float), speed.astype(float), shown))
-    forward = y[1:] - y[:-1]
-    joined = shown[:-1] & (who[1:] == who[:-1]) & (t[1:] == t[:-1] + 1) & (forward >= 0) & (forward < metres / 4)  # not a new lap
-    begin = np.flatnonzero(joined)
+    t, who, y, v, drawn = (values[order].astype(float) for values in (step, vehicle, place, speed, shown))
+    forward = np.diff(y)
+    joined = (drawn[:-1] > 0) & (np.diff(who) == 0) & (np.diff(t) == 1)
+    begin = np.flatnonzero(joined & (forward >= 0) & (forward < metres / 4))  # a new lap begins at 0 again
     share = np.linspace(0, 1, 1 + math.ceil((forward[begin] / metres * height).max(initial=1)))[None]
     column = ((t[begin, None] + share) / steps * width).astype(int)
     row = ((1 - (y[begin, None] + share * forward[begin, None]) / metres) * height).astype(int)
@@ -93,8 +94,9 @@ def plot(title, drawing, x, y, unit="", key="", ratio=2, left=2.9):
             axis = {f"{t:g}": (t - low) / (high - low) for t in ticks(low, high)}
         return "".join(f'<span style="{style.format(100 * share)}">{text}</span>' for text, share in axis.items())
     left_of = "left:{0:.2f}%;transform:translateX(-{0:.0f}%)"  # the outer ones stay inside
-    return (f'<figure><figcaption>{title}</figcaption><div class=plot style="--ratio:{ratio};--left:{left}rem"><div class=y>'
-            f'{marks(y, "bottom:{0:.2f}%")}</div><div class=box>{drawing}</div><div class=x>{marks(x, left_of)}</div>'
+    return (f'<figure><figcaption>{title}</figcaption><div class=plot style="--ratio:{ratio};--left:{left}rem">'
+            f'<div class=y>{marks(y, "bottom:{0:.2f}%")}</div><div class=box>{drawing}</div>'
+            f'<div class=x>{marks(x, left_of)}</div>'
             f"<div class=unit>{unit}</div></div>{key}</figure>")
 
 
@@ -108,21 +110,20 @@ def svg(body):
     return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{body}</svg>'
 
 
-def path(points, x, y, colour, fill=False):
+def path(points, x, y, colour, width=2, fill=False):
     """An SVG line through [(x, y)], or the area between it and the lower edge; x and y = (low, high)."""
     at = [f"{100 * (a - x[0]) / (x[1] - x[0]):.2f} {100 - 100 * (b - y[0]) / (y[1] - y[0]):.2f}" for a, b in points]
     if fill:
-        return f'<path d="M{at[0].split()[0]} 100L{" ".join(at)}L{at[-1].split()[0]} 100Z" fill="var({colour})"/>'
-    if len(at) == 1:
-        at.append(at[0])  # round caps make a dot of it
-    return (f'<path d="M{"L".join(at)}" fill="none" stroke="var({colour})" stroke-width="2" stroke-linecap="round" '
-            'stroke-linejoin="round" vector-effect="non-scaling-stroke"/>')
+        return f'<path d="M{at[0].split()[0]} 100L{"L".join(at)}L{at[-1].split()[0]} 100Z" fill="var({colour})"/>'
+    at += at if len(at) == 1 else []  # round caps make a dot of it
+    return (f'<path d="M{"L".join(at)}" fill="none" stroke="var({colour})" stroke-width="{width}" '
+            'stroke-linecap="round" stroke-linejoin="round" vector-effect="non-scaling-stroke"/>')
 
 
 def lines(title, series, unit="", zero=False, colours=(), about=""):
-    """Line chart of {text: [(x, y)]}; `zero` begins the y axis at 0 or below; `colours` {text: colour}
-    are kept, the other lines take what is left; `about` is written below."""
-    series = {name: points for name, points in series.items() if points}
+    """Line chart of {text: [(x, y)]}; `zero` begins the y axis at 0 or below; `colours` {text: colour} are kept, the
+    other lines take what is left; `about` is written below."""
+    series = {name: kept for name, points in series.items() if (kept := [p for p in points if math.isfinite(p[1])])}
     if not series:
         return ""
     x, y = (span([p[axis] for points in series.values() for p in points]) for axis in (0, 1))
@@ -149,19 +150,16 @@ def steps(title, edges, heights, unit="", colours=()):
     return lines(title, outlines, unit, zero=True, colours=colours)
 
 
-def intervals(title, rows, colours, unit=""):
+def intervals(title, rows, colours):
     """Means with their 95 % intervals, one row each: {text: (mean, half width or None)}."""
-    ends = [m + sign * (c or 0) for m, c in rows.values() for sign in (-1, 1)]
-    x, n = span([0.0, *ends]), len(rows)
-    zero = f'<path d="M{at(0, x)} 0V100" stroke="var(--line)" vector-effect="non-scaling-stroke"/>'
-    bars, names, colours = [zero], {}, coloured(rows, colours)
-    for i, (name, (mean, half)) in enumerate(rows.items()):
-        y = 100 * (i + 0.5) / n
-        names[name] = 1 - (i + 0.5) / n
-        bars.append(f'<path d="M{at(mean - (half or 0), x)} {y}H{at(mean + (half or 0), x)}" '
-                    f'stroke="var({colours[name]})" stroke-width="3" vector-effect="non-scaling-stroke"/><path d="M{at(mean, x)} {y}h0" '
-                    f'stroke="var({colours[name]})" stroke-width="11" stroke-linecap="round" vector-effect="non-scaling-stroke"/>')
-    return plot(title, svg("".join(bars)), x, names, unit, ratio=8 / max(n, 4), left=7.5)
+    rows, n = {name: (mean, half or 0.0) for name, (mean, half) in rows.items()}, len(rows)
+    x, y = span([0.0, *(mean + sign * half for mean, half in rows.values() for sign in (-1, 1))]), (0, n)
+    colours, body = coloured(rows, colours), [path([(0, 0), (0, n)], x, y, "--line", 1)]
+    for at, (name, (mean, half)) in zip(np.arange(n - 0.5, 0, -1), rows.items()):
+        body += [path([(mean - half, at), (mean + half, at)], x, y, colours[name], 3),
+                 path([(mean, at)], x, y, colours[name], 11)]
+    names = {name: 1 - (i + 0.5) / n for i, name in enumerate(rows)}
+    return plot(title, svg("".join(body)), x, names, ratio=8 / max(n, 4), left=7.5)
 
 
 def coloured(names, fixed=()):
@@ -171,8 +169,12 @@ def coloured(names, fixed=()):
     return {name: fixed.get(name) or left.pop(0) for name in names}
 
 
-def at(value, axis):
-    return f"{100 * (value - axis[0]) / (axis[1] - axis[0]):.2f}"
+def grid(head, rows, mine=None):
+    """An HTML table; column `mine` stands out."""
+    def line(tag, cells):
+        return "<tr>" + "".join(f"<{tag}{' class=mine' if i == mine else ''}>{html.escape(str(c))}</{tag}>"
+                                for i, c in enumerate(cells)) + "</tr>"
+    return "<div class=scroll><table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table></div>"
 
 
 def span(values):

@@ -2,12 +2,10 @@
 
     python -m runtime.report runs/quick
 """
-import csv
 import html
 import json
 import math
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,8 @@ import numpy as np
 from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
-from runtime.pictures import lines, plot, stacked, steps
+from runtime.pictures import grid, lines, stacked
+from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
 from runtime.tracks import load_tracks
 
 STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
@@ -30,14 +29,14 @@ p,li{max-width:52rem}.soft{color:var(--soft)}code{overflow-wrap:anywhere}
 .row{display:grid;gap:1.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr))}
 .row.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
 .beside{display:flex;flex-wrap:wrap;gap:1.2rem;align-items:start}.beside>.scroll{max-width:100%}
-.beside>figure{flex:1 1 19rem;max-width:36rem;background:var(--card);border-radius:.6rem;padding:.8rem}
-.row>figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
+.beside>figure{flex:1 1 19rem;max-width:36rem}.row+.row{margin-top:1.2rem}
+figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
 .tiles{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));margin:1rem 0}
 .tile b{display:block;font-size:1.5rem;line-height:1.3}.tile span{font-size:.85rem;color:var(--soft)}
 .scroll{overflow-x:auto}table{border-spacing:0;font-size:.9rem;font-variant-numeric:tabular-nums}
-td,th{padding:.3rem .7rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+td,th{padding:5px .7rem;line-height:1.25rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--page)}
-@media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:.3rem .45rem}}
+@media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:5px .45rem}}
 td.mine,th.mine{background:var(--card);font-weight:600}
 pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
@@ -53,31 +52,24 @@ CURVES = {1: {"Error of the predicted position": ("rmse_position", "rmse_positio
           2: {"Return of an episode": ("return",), "Vehicles that arrive": ("ocr",), "Cost of intervening": ("c_int",)},
           3: {"Cost of intervening and its limit": ("c_int", "limit"), "Lagrange multiplier": ("multiplier",),
               "Return of an episode": ("return",)}}
-STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "waiting for SUMO", "time_learn": "learning"}
-COLOURS = {"without control": "--c0", "policy": "--c1", "lane_advice": "--c2", "follower_stopper": "--c3",
-           "random": "--c4", "pi_saturation": "--c5", "idm": "--c6",
-           "speed_advice": "--c7"}  # a controller has the same one everywhere
-GAP_M, BINS, PLACES = 100, 40, 30  # histograms: largest gap shown, bins; parts of the road
-TRAJECTORY = ("step", "vehicle", "along", "speed")
-PIXELS = (360, 900)                # height and width of a time-space diagram
+STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "waiting for SUMO",
+             "time_learn": "learning"}
 
 
 def build_report(folder):
     """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
     folder, parts = Path(folder), []
-    tracks, result = folder / "evaluation.tracks.npz", folder / "evaluation.json"
+    tracks, result, log = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
     result = json.loads(result.read_text()) if result.exists() else None
     episodes, facts = load_tracks(tracks) if tracks.exists() else ({}, {})
+    episodes = {name: track for name, track in episodes.items() if len(track["step"])}  # somebody was on the road
+    rows = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
     parts += headline(result) if result else []
     parts += time_space(episodes, facts) if episodes else []
     parts += score_section(result) if result else []
-    parts += traffic_section(episodes) if episodes else []
-    if (folder / "metrics.jsonl").exists():
-        rows = read_metrics(folder / "metrics.jsonl")
-        parts += curve_sections(rows) + resource_section(rows)
-    if (folder / "evaluation.shield.csv").exists() and result:
-        parts += shield_section(folder / "evaluation.shield.csv", result)
-    parts += influence_section(episodes, facts)
+    parts += traffic_section(episodes, facts) + influence_section(episodes, facts) if episodes else []
+    parts += shield_section(log, result) if result and log.exists() else []
+    parts += curve_sections(rows) + resource_section(rows) if rows else []
     parts += origin_section(folder, result)
     title = f"{folder.resolve().name}: mixed-autonomy traffic"
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -115,110 +107,14 @@ def cell(value):
     if not value or value["mean"] is None:
         return "–"
     mean, half = value["mean"], value["ci95"]
-    decimals = max(1 - math.floor(math.log10(half or abs(mean) / 10 or 1)), 0)
+    if not mean and not half:
+        return "0"
+    decimals = max(1 - math.floor(math.log10(half or abs(mean) / 10)), 0)
     return f"{mean:.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}" if half else " ± 0")
 
 
 def listed(values):
     return ", ".join(map(str, values)) if len(values) < 8 else f"{values[0]} to {values[-1]} ({len(values)})"
-
-
-def grid(head, rows, mine=None):
-    """An HTML table; column `mine` stands out."""
-    def line(tag, cells):
-        return "<tr>" + "".join(f"<{tag}{' class=mine' if i == mine else ''}>{html.escape(str(c))}</{tag}>"
-                                for i, c in enumerate(cells)) + "</tr>"
-    return "<div class=scroll><table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table></div>"
-
-
-# ---- one episode of each controller ----------------------------------------------------------------------------
-
-def time_space(episodes, facts):
-    """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
-    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same traffic "
-            "meets each controller. Red bands that move against the traffic are jams.</p>", '<div class="row wide">',
-            *(diagram(named(n), track, np.isfinite(track["along"]), episodes, facts) for n, track in episodes.items()),
-            "</div>"]
-
-
-def diagram(title, track, shown, episodes, facts):
-    """Time-space diagram of the `shown` rows of a track, on the axes of all episodes."""
-    metres, fastest, duration = (max(float(np.nanmax(track[name], initial=1)) for track in episodes.values())
-                                 for name in ("along", "speed", "step"))
-    minutes, fastest, on = (duration + 1) * float(facts["interval"]) / 60, 5 * np.ceil(fastest / 5), track["along"] >= 0
-    pixels = pictures.trajectories(*(values[on] for values in (*map(track.get, TRAJECTORY), shown)), PIXELS,
-                                   (duration + 1, metres + 1, fastest))
-    return plot(title, pictures.image(pixels, pictures.speed_palette(), f"time-space diagram: {title}"), (0, minutes),
-                (0, metres / 1000), "time, min; place along the main road, km", pictures.speed_key(fastest), 1.7)
-
-
-def named(controller):
-    return "without control" if controller == "none" else html.escape(controller)
-
-
-def traffic_section(episodes):
-    """Histograms of speeds and gaps, and the mean speed by time."""
-    edges = {"speed": np.linspace(0, max(float(t["speed"].max()) for t in episodes.values()) + 1e-3, BINS + 1),
-             "gap": np.linspace(0, GAP_M, BINS + 1)}
-    shares = {column: {named(n): 100 * np.histogram(t[column], e)[0] / len(t[column]) for n, t in episodes.items()}
-              for column, e in edges.items()}
-    mean = {named(n): [(step / 60, value) for step, value in by_minute(t["step"], t["speed"])]
-            for n, t in episodes.items()}
-    return ["<h2>Speeds and gaps</h2><div class=row>",
-            steps("Speed", edges["speed"], shares["speed"], "m/s; % of all vehicles and steps", COLOURS),
-            steps("Gap to the leader", edges["gap"], shares["gap"], f"m, up to {GAP_M}; % of all vehicles and steps", COLOURS),
-            lines("Mean speed", mean, "time, 60 control steps; m/s", True, COLOURS), "</div>"]
-
-
-def by_minute(step, value):
-    """[(middle of 60 steps, mean of the values in them)]"""
-    part = step // 60
-    total, count = np.bincount(part, value.astype(float)), np.bincount(part)
-    return [(60 * i + 30, float(total[i] / count[i])) for i in np.flatnonzero(count)]
-
-
-def influence_section(episodes, facts):
-    """Who is commanded: where along the road, how often, and how the policy's scores fall off with the rank."""
-    acting = {named(n): t for n, t in episodes.items() if t["commanded"].any()}
-    if not acting:
-        return []
-    longest = max(float(np.nanmax(t["along"], initial=1)) for t in acting.values())
-    edges, where = np.linspace(0, longest, PLACES + 1), {}
-    for name, track in acting.items():
-        icvs, chosen = (np.histogram(track["along"][who & np.isfinite(track["along"])], edges)[0]
-                        for who in (track["icv"], track["commanded"]))
-        where[name] = 100 * chosen / np.maximum(icvs, 1)
-    ranks = {n: np.nanmean(t["influence"].astype(float), 0) for n, t in acting.items()
-             if np.isfinite(t["influence"]).any()}
-    often = {n: [(m / 60, v) for m, v in by_minute(t["step"], t["commanded"] * 1.0)] for n, t in acting.items()}
-    shares = "; ".join(f"{n} {100 * t['commanded'].sum() / max(t['icv'].sum(), 1):.1f} %" for n, t in acting.items())
-    return [f"<h2>Who is chosen</h2><p>Commanded share of the connected vehicles, over the episode: {shares}.</p>"
-            '<div class="row wide">', *(diagram(f"Commanded vehicles, {n}", t, t["commanded"], episodes, facts)
-                                        for n, t in acting.items()), '</div><div class=row style="margin-top:1.2rem">',
-            steps("Where: share of connected vehicles commanded", edges / 1000, where, "km along the main road; %",
-                  COLOURS),
-            lines("When: share of all vehicles commanded", {n: [(x, 100 * y) for x, y in v] for n, v in often.items()},
-                  "time, 60 control steps; %", True, COLOURS),
-            lines("Influence score by rank", {n: list(enumerate(v, 1)) for n, v in ranks.items()},
-                  "rank among the connected vehicles; score, mean over steps", False, COLOURS), "</div>"]
-
-
-def shield_section(path, result):
-    """The shield's log: reasons by controller, and when."""
-    with open(path, newline="") as file:
-        events = [(row["controller"], row["reason"], int(row["step"])) for row in csv.DictReader(file)]
-    if not events:
-        return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
-    names, count = [n for n in result["summary"] if n != "none"], Counter((n, reason) for n, reason, _ in events)
-    reasons, episodes = sorted({reason for _, reason, _ in events}), len(result["seeds"])
-    rows = [[reason, *(f"{count[n, reason] / episodes:.1f}" for n in names)] for reason in reasons]
-    minutes = {n: Counter(step // 60 for name, _, step in events if name == n) for n in names}
-    last = max(step for _, _, step in events) // 60
-    return ["<h2>Shield</h2><p>Commands that the shield changed, per episode, by reason and by time.</p>",
-            "<div class=beside>", grid(["reason", *names], rows, mine=len(names)),
-            lines("Commands changed in 60 control steps", {
-                html.escape(n): [(m + 0.5, c[m] / episodes) for m in range(last + 1)] for n, c in minutes.items()},
-                "time, 60 control steps; number per episode", True, COLOURS), "</div>"]
 
 
 # ---- training --------------------------------------------------------------------------------------------------
@@ -230,7 +126,8 @@ def curve_sections(rows):
         mine = [r for r in rows if r["phase"] == phase]
         mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # a stage has its own loss
         if mine:
-            parts += [f"<h2>Phase {phase}</h2><div class=row>", *(curve(mine, *item) for item in groups.items()), "</div>"]
+            curves = [curve(mine, title, names) for title, names in groups.items()]
+            parts += [f"<h2>Phase {phase}</h2><div class=row>", *curves, "</div>"]
     return parts
 
 
@@ -266,10 +163,11 @@ def origin_section(folder, result):
     if (folder / "state.json").exists():
         state = json.loads((folder / "state.json").read_text())
         facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
-        parts.append(grid(["step", "status", "seconds"], [[name, s["status"], f"{s['seconds']:.0f}"]
-                                                         for name, s in state["steps"].items() if "seconds" in s]))
+        parts.append(grid(["step", "status", "seconds"], [
+            [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]))
     facts = {**facts, "held-out seeds": listed(result["seeds"])} if result else facts
-    parts += ["<ul>", *(f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()), "</ul>"]
+    items = [f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()]
+    parts += ["<ul>", *items, "</ul>"]
     if (folder / "config.yaml").exists():
         parts += ["<details><summary>Configuration</summary><pre>", html.escape((folder / "config.yaml").read_text()),
                   "</pre></details>"]

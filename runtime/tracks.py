@@ -55,7 +55,8 @@ class Recorded:
     def act(self, observation, env):
         """The controller's commands, unchanged."""
         commands = self.controller.act(observation, env)
-        commanded = self.tracks.add(commands["slot"], self.controller.scores())
+        scores = self.controller.scores() if hasattr(self.controller, "scores") else []  # rules have none
+        commanded = self.tracks.add(commands["slot"], scores)
         if self.environment.env_cfg.backend == "gui":
             names = np.array(self.environment.ids, object)
             self.environment.simulator.paint(names[self.environment.scene["icv"]], commanded)
