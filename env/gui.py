@@ -1,21 +1,30 @@
 """sumo-gui instead of sumo, for looking at traffic live: the same simulation in a window."""
 import os
+import tempfile
 
 from env.launch import SumoError
 from env.sumo import Sumo
 
-DELAY_MS = 50  # between two simulation steps
+DELAY_MS = 200  # between two control steps; the window has a slider for it
+SETTINGS = ('<viewsettings><scheme name="large vehicles"><vehicles vehicle_constantSize="1" vehicle_minSize="5"/>'
+            '</scheme></viewsettings>')
 ICV, COMMANDED = (30, 144, 255, 255), (255, 0, 170, 255)  # red, green, blue, opacity; human drivers stay yellow
 
 
 class SumoGui(Sumo):
-    """A Sumo with a window; starts running, and closes at the end of the episode."""
+    """A Sumo with a window, which starts running and closes with the episode."""
     binary = "sumo-gui"
-    options = ("--start", "--quit-on-end", "--delay", str(DELAY_MS))
 
     def __init__(self, *arguments):
         check_display()
         super().__init__(*arguments)
+
+    def _start(self, arguments):
+        with tempfile.NamedTemporaryFile("w", suffix=".xml") as settings:
+            settings.write(SETTINGS)
+            settings.flush()
+            super()._start([*arguments, "--start", "--quit-on-end", "--delay", str(DELAY_MS),
+                            "--window-size", "1400,700", "--gui-settings-file", settings.name])
 
     def load(self, arguments):
         """Start another episode, in a new window."""

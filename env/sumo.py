@@ -29,7 +29,7 @@ class SumoTimeout(SumoError):
 
 class Sumo:
     """One SUMO process. `arguments`: SUMO's command line without the binary (`-c file ...`)."""
-    binary, options = "sumo", ()
+    binary = "sumo"
 
     def __init__(self, arguments, call_timeout_s=30.0, start_timeout_s=60.0):
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
@@ -42,7 +42,7 @@ class Sumo:
         self.stderr = tempfile.TemporaryFile()
         token = f"mixed-autonomy-{time.monotonic_ns()}-{id(self)}"  # tells our SUMO from a stranger's on the same port
         port = _free_port()
-        self.process = launch([find_binary(self.binary), *arguments, *self.options, "--remote-port", str(port),
+        self.process = launch([find_binary(self.binary), *arguments, "--remote-port", str(port),
                                "--save-state.prefix", token], self.stderr)
         try:
             self._connect(port)

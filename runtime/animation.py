@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError
+from runtime.pictures import SLOW_TO_FAST
 from runtime.tracks import load_tracks
 
-FRAMES, PER_SECOND = 300, 15  # a longer episode leaves steps out
+FRAMES, PER_SECOND = 240, 12  # a longer episode leaves steps out
 FLATTEST = 4.0                # roads much longer than wide are drawn wider than they are
 
 
@@ -49,8 +50,8 @@ def draw(tracks, path, controller=None, say=print):
         vehicles.set(offsets=place, array=track["speed"][now].astype(float), linewidths=track["icv"][now] * 1.3)
         commanded.set_offsets(place[track["commanded"][now]])
         mean = track["speed"][now].astype(float).mean() if len(place) else 0.0
-        title.set_text(f"{controller}   {step * interval:4.0f} s   {len(place):3d} vehicles, mean speed {mean:4.1f} m/s   "
-                       "(blue rim: connected, magenta ring: commanded)")
+        title.set_text(f"{controller}  {step * interval:4.0f} s  {len(place):3d} vehicles, mean speed {mean:4.1f} m/s  "
+                       "(black rim: connected, magenta ring: commanded)")
 
     shown = range(0, count, -(-count // FRAMES))
     animation.FuncAnimation(figure, frame, shown).save(path, writer=animation.PillowWriter(fps=PER_SECOND))
@@ -61,14 +62,16 @@ def draw(tracks, path, controller=None, say=print):
 def _scene(pyplot, track, facts):
     """(figure, scatter of all vehicles, scatter of the commanded ones, title) with the roads drawn."""
     from matplotlib.collections import LineCollection
+    from matplotlib.colors import LinearSegmentedColormap
+    colours = LinearSegmentedColormap.from_list("speed", np.array(SLOW_TO_FAST) / 255)
     xy, fastest = facts["lanes/xy"], max(float(track["speed"].max(initial=1)), 1.0)
     width, height = np.ptp(xy, 0) + 20
     flat = width / height > FLATTEST
-    figure, axes = pyplot.subplots(figsize=(10, 10 * np.clip(height / width, 1 / FLATTEST, 1.2) + 0.6), dpi=90)
+    figure, axes = pyplot.subplots(figsize=(10, 10 * np.clip(height / width, 1 / FLATTEST, 1.2) + 0.6), dpi=80)
     lanes = LineCollection(np.split(xy, facts["lanes/first"][1:]), colors="0.87", linewidths=7 if flat else 4)
     axes.add_collection(lanes)
-    commanded = axes.scatter([], [], s=110, facecolors="none", edgecolors="#e6007e", linewidths=2.5)
-    vehicles = axes.scatter([], [], s=26, c=[], cmap="RdYlGn", vmin=0, vmax=fastest, edgecolors="#1e50ff", zorder=3)
+    commanded = axes.scatter([], [], s=110, facecolors="none", edgecolors="#e6007e", linewidths=2.5, zorder=4)
+    vehicles = axes.scatter([], [], s=26, c=[], cmap=colours, vmin=0, vmax=fastest, edgecolors="black", zorder=3)
     figure.colorbar(vehicles, label="speed, m/s", pad=0.01, fraction=0.03)
     axes.set(xlim=(xy[:, 0].min() - 10, xy[:, 0].max() + 10), ylim=(xy[:, 1].min() - 10, xy[:, 1].max() + 10),
              aspect="auto" if flat else "equal", xlabel="x, m", ylabel="y, m (stretched)" if flat else "y, m")

@@ -67,7 +67,7 @@ def trajectories(step, vehicle, place, speed, shown, shape, extent):
     t, who, y, v, drawn = (values[order].astype(float) for values in (step, vehicle, place, speed, shown))
     forward = np.diff(y)
     joined = (drawn[:-1] > 0) & (np.diff(who) == 0) & (np.diff(t) == 1)
-    begin = np.flatnonzero(joined & (forward >= 0) & (forward < metres / 4))  # a new lap begins at 0 again
+    begin = np.flatnonzero(joined & (forward >= 0))  # a new lap begins at 0 again
     share = np.linspace(0, 1, 1 + math.ceil((forward[begin] / metres * height).max(initial=1)))[None]
     column = ((t[begin, None] + share) / steps * width).astype(int)
     row = ((1 - (y[begin, None] + share * forward[begin, None]) / metres) * height).astype(int)

@@ -39,6 +39,7 @@ td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:
 @media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:5px .45rem}}
 td.mine,th.mine{background:var(--card);font-weight:600}
 pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
           "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
           "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
@@ -73,6 +74,7 @@ def build_report(folder):
     parts += origin_section(folder, result)
     title = f"{folder.resolve().name}: mixed-autonomy traffic"
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+            f"<meta http-equiv=Content-Security-Policy content=\"{POLICY}\">"
             f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{pictures.STYLE}{STYLE}</style>"
             f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
     (folder / "report.html").write_text(page)

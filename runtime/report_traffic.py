@@ -17,8 +17,8 @@ PIXELS = (360, 900)                # height and width of a time-space diagram
 
 def time_space(episodes, facts):
     """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
-    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same traffic "
-            "meets each controller. Red bands that move against the traffic are jams.</p>", '<div class="row wide">',
+    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same "
+            "traffic meets each controller. Red bands that move against the traffic are jams.</p>", '<div class="row wide">',
             *(diagram(named(n), t, np.isfinite(t["along"]), episodes, facts) for n, t in episodes.items()),
             "</div>"]
 
