@@ -1,6 +1,7 @@
-"""A recorded episode as an animated GIF: vehicles coloured by speed, connected ones with a rim, commanded ones large.
+"""Recorded episodes as an animated GIF, or all of a file as time-space diagrams.
 
-    python -m runtime.animation runs/quick/evaluation.tracks.npz policy drive.gif
+    python -m runtime.animation runs/quick/evaluation.tracks.npz drive.gif policy
+    python -m runtime.animation runs/quick/evaluation.tracks.npz time_space.png
 
 Needs matplotlib and pillow (extra `viz`).
 """
@@ -11,23 +12,24 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError
-from runtime.pictures import SLOW_TO_FAST
+from runtime.pictures import SLOW_TO_FAST, speed_palette
+from runtime.report_traffic import pixels_of
 from runtime.tracks import load_tracks
 
 FRAMES, PER_SECOND = 240, 12  # a longer episode leaves steps out
 FLATTEST = 4.0                # roads much longer than wide are drawn wider than they are
 
 
-def check(path):
-    """ConfigError when no animation can be written to `path`."""
-    if Path(path).suffix != ".gif":
-        raise ConfigError(f"{path}: an animation is a .gif file")
+def check(path, kinds=(".gif",)):
+    """ConfigError when no animation (or other picture of these kinds) can be written to `path`."""
+    if Path(path).suffix not in kinds:
+        raise ConfigError(f"{path}: expected a file that ends in {' or '.join(kinds)}")
     if not Path(path).resolve().parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {Path(path).resolve().parent}")
     missing = [name for name, module in (("matplotlib", "matplotlib"), ("pillow", "PIL"))
                if importlib.util.find_spec(module) is None]
     if missing:
-        raise ConfigError(f"an animation needs {' and '.join(missing)}: pip install 'mixed-autonomy[viz]'")
+        raise ConfigError(f"a picture needs {' and '.join(missing)}: pip install 'mixed-autonomy[viz]'")
 
 
 def draw(tracks, path, controller=None, say=print):
@@ -80,14 +82,38 @@ def _scene(pyplot, track, facts):
     return figure, vehicles, commanded, title
 
 
+def draw_time_space(tracks, path, say=print):
+    """Write the time-space diagrams of all controllers in the file `tracks` side by side."""
+    episodes, facts = load_tracks(tracks)
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(5 * len(episodes) + 1, 3.4), dpi=80, layout="constrained")
+    panels = figure.subplots(1, len(episodes), sharey=True, squeeze=False)[0]
+    colours = ListedColormap(np.array([(255, 255, 255), *speed_palette()[1:]]) / 255)
+    for axes, (name, track) in zip(panels, episodes.items()):
+        pixels, minutes, km, fastest = pixels_of(track, track["speed"] >= 0, episodes, facts)
+        axes.imshow(pixels, colours, vmin=0, vmax=255, extent=(0, minutes, 0, km), aspect="auto",
+                    interpolation_stage="rgba")
+        axes.set(title="without control" if name == "none" else name, xlabel="time, min")
+    panels[0].set_ylabel("place along the main road, km")
+    bar = figure.colorbar(panels[-1].images[0], ax=panels, pad=0.01, ticks=np.linspace(1, 255, 4))
+    bar.set_label("speed, m/s")
+    bar.ax.set_yticklabels([f"{v:.0f}" for v in np.linspace(0, fastest, 4)])
+    figure.savefig(path)
+    say(f"time-space diagrams: {path}")
+
+
 def main():
-    if len(sys.argv) != 4:
-        print("usage: python -m runtime.animation TRACKS.npz CONTROLLER FILE.gif", file=sys.stderr)
+    if len(sys.argv) not in (3, 4):
+        print("usage: python -m runtime.animation TRACKS.npz FILE.gif|FILE.png [CONTROLLER]", file=sys.stderr)
         return 2
     try:
-        check(sys.argv[3])
-        draw(sys.argv[1], sys.argv[3], sys.argv[2])
-    except (ConfigError, OSError) as error:
+        check(sys.argv[2], (".gif", ".png"))
+        if sys.argv[2].endswith(".gif"):
+            draw(*sys.argv[1:])
+        else:
+            draw_time_space(*sys.argv[1:3])
+    except (ConfigError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -18,20 +18,27 @@ PIXELS = (360, 900)                # height and width of a time-space diagram
 def time_space(episodes, facts):
     """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
     return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same "
-            "traffic meets each controller. Red bands that move against the traffic are jams.</p>", '<div class="row wide">',
-            *(diagram(named(n), t, np.isfinite(t["along"]), episodes, facts) for n, t in episodes.items()),
-            "</div>"]
+            "traffic meets each controller. Red bands that move against the traffic are jams.</p>",
+            '<div class="row wide">',
+            *(diagram(named(n), t, t["speed"] >= 0, episodes, facts) for n, t in episodes.items()), "</div>"]
 
 
 def diagram(title, track, shown, episodes, facts):
     """Time-space diagram of the `shown` rows of a track, on the axes of all episodes."""
-    metres, fastest, duration = (max(float(np.nanmax(track[name], initial=1)) for track in episodes.values())
-                                 for name in ("along", "speed", "step"))
-    minutes, fastest, on = (duration + 1) * float(facts["interval"]) / 60, 5 * np.ceil(fastest / 5), track["along"] >= 0
-    pixels = pictures.trajectories(*(values[on] for values in (*map(track.get, TRAJECTORY), shown)), PIXELS,
-                                   (duration + 1, metres + 1, fastest))
-    return plot(title, pictures.image(pixels, pictures.speed_palette(), f"time-space diagram: {title}"), (0, minutes),
-                (0, metres / 1000), "time, min; place along the main road, km", pictures.speed_key(fastest), 1.7)
+    pixels, minutes, km, fastest = pixels_of(track, shown, episodes, facts)
+    picture = pictures.image(pixels, pictures.speed_palette(), f"time-space diagram: {title}")
+    return plot(title, picture, (0, minutes), (0, km), "time, min; place along the main road, km",
+                pictures.speed_key(fastest), 1.7)
+
+
+def pixels_of(track, shown, episodes, facts):
+    """(pixels, minutes, km, fastest m/s) of a time-space diagram with the axes and colours of all episodes."""
+    metres, fastest, last = (max(float(np.nanmax(track[name], initial=1)) for track in episodes.values())
+                             for name in ("along", "speed", "step"))
+    fastest, on = 5 * np.ceil(fastest / 5), np.isfinite(track["along"])
+    rows = (values[on] for values in (*map(track.get, TRAJECTORY), shown))
+    pixels = pictures.trajectories(*rows, PIXELS, (last + 1, metres + 1, fastest))
+    return pixels, (last + 1) * float(facts["interval"]) / 60, metres / 1000, fastest
 
 
 def named(controller):

@@ -30,11 +30,11 @@ PROBE = """<script>addEventListener("load", () => {
     n => n.nodeType == 3 && n.data.trim()) && e.offsetParent);
   parent.postMessage(JSON.stringify([innerWidth, document.documentElement.scrollWidth,
     Math.min(...texts.map(e => parseFloat(getComputedStyle(e).fontSize))), document.querySelectorAll("figure").length,
-    [...document.images].every(i => i.complete && i.naturalWidth > 0), getComputedStyle(document.body).backgroundColor]),
-    "*");
+    [...document.images].every(i => i.complete && i.naturalWidth > 0),
+    getComputedStyle(document.body).backgroundColor]), "*");
 })</script>"""
 FRAME = """<title></title><meta name=color-scheme content="light dark"><script>
-onmessage = e => document.title = e.data;</script><iframe width={} height=900 frameborder=0 src="report.html"></iframe>"""
+onmessage = e => document.title = e.data;</script><iframe width={} height=900 frameborder=0 src=report.html></iframe>"""
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,12 @@ def test_tracks_hold_one_row_for_every_vehicle_and_step(run):
     assert (np.diff(scores[np.isfinite(scores).all(1)].astype(float)) <= 0).all()  # by rank
 
 
+def test_no_control_the_best_rule_and_the_policy_are_recorded():
+    means = {"none": 0, "random": -9, "idm": 2, "policy": 1}
+    score = {name: {"s_total": {"mean": mean}} for name, mean in means.items()}
+    assert evaluate.to_record(score) == ["none", "idm", "policy"] and evaluate.to_record({"none": {}}) == ["none"]
+
+
 # ---- pictures --------------------------------------------------------------------------------------------------
 
 def test_png_holds_the_pixels():
@@ -109,7 +115,7 @@ def draw(rows, shown=None):
 
 def test_a_vehicle_draws_a_line_from_step_to_step():
     pixels = draw([(0, 7, 0.5, 10.0), (1, 7, 4.5, 10.0), (2, 7, 4.5, 0.0)])
-    assert (pixels[4:, 0] == 255).all() and (pixels[3, 1] > 1) and not pixels[:3].any() and not pixels[:, 2:].any()
+    assert (pixels[4:, 0] == 255).all() and pixels[3, 1:].tolist() == [64, 1, 0] and not pixels[:3].any()
 
 
 def test_lines_end_where_a_vehicle_was_away_begins_a_new_lap_or_is_not_shown():
@@ -209,8 +215,15 @@ def test_animation_shows_the_whole_episode(run, tmp_path):
         animation.draw(tmp_path / "short.npz", tmp_path / "drive.gif", "idm", silent)
 
 
+def test_time_space_diagrams_of_all_controllers_as_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    animation.draw_time_space(run.tracks, tmp_path / "time_space.png", silent)
+    width, height = struct.unpack("!II", (tmp_path / "time_space.png").read_bytes()[16:24])
+    assert width > 4 * height  # three panels
+
+
 def test_animation_that_cannot_be_is_refused_before_anything_starts(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="is a .gif file"):
+    with pytest.raises(ConfigError, match="ends in .gif"):
         animation.check("drive.mp4")
     with pytest.raises(ConfigError, match="there is no folder"):
         animation.check(tmp_path / "none" / "drive.gif")
@@ -230,7 +243,8 @@ def test_live_view_starts_the_window_with_the_same_episode(make, monkeypatch):
     (window, *shown), (plain, *arguments) = started
     assert window.endswith("/bin/sumo-gui") and plain.endswith("/bin/sumo")
     same = arguments.index("--remote-port")
-    assert same > 10 and shown[:same] == arguments[:same] and {"--start", "--quit-on-end", "--delay"} <= set(shown) - set(arguments)
+    assert same > 10 and shown[:same] == arguments[:same]
+    assert {"--start", "--quit-on-end", "--delay"} <= set(shown) - set(arguments)
 
 
 def test_live_view_without_a_display_says_what_to_do(monkeypatch):
