@@ -29,7 +29,7 @@ def check(path, kinds=(".gif",)):
     missing = [name for name, module in (("matplotlib", "matplotlib"), ("pillow", "PIL"))
                if importlib.util.find_spec(module) is None]
     if missing:
-        raise ConfigError(f"a picture needs {' and '.join(missing)}: pip install 'mixed-autonomy[viz]'")
+        raise ConfigError(f"a picture needs {' and '.join(missing)}: in the project's folder, pip install -e '.[viz]'")
 
 
 def draw(tracks, path, controller=None, say=print):

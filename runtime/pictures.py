@@ -153,7 +153,8 @@ def steps(title, edges, heights, unit="", colours=()):
 def intervals(title, rows, colours):
     """Means with their 95 % intervals, one row each: {text: (mean, half width or None)}."""
     rows, n = {name: (mean, half or 0.0) for name, (mean, half) in rows.items()}, len(rows)
-    x, y = span([0.0, *(mean + sign * half for mean, half in rows.values() for sign in (-1, 1))]), (0, n)
+    low, high = span([0.0, *(mean + sign * half for mean, half in rows.values() for sign in (-1, 1))])
+    x, y = (low - 0.04 * (high - low), high + 0.04 * (high - low)), (0, n)
     colours, body = coloured(rows, colours), [path([(0, 0), (0, n)], x, y, "--line", 1)]
     for at, (name, (mean, half)) in zip(np.arange(n - 0.5, 0, -1), rows.items()):
         body += [path([(mean - half, at), (mean + half, at)], x, y, colours[name], 3),

@@ -46,7 +46,7 @@ SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_st
           "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
           "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
           "shield_clips": "commands weakened by the shield", "shield_emergencies": "emergency brakings of the shield"}
-TILES = {"s_total": "S_total, against no control", "ocr_change": "% more vehicles arrived", "c_int": "C_int",
+TILES = {"s_total": "S_total, against no control", "ocr_change": "change of vehicles arrived, %", "c_int": "C_int",
          "collisions": "collisions an episode"}
 CURVES = {1: {"Error of the predicted position": ("rmse_position", "rmse_position_cv"),
               "Error of the predicted speed": ("rmse_speed", "rmse_speed_cv"), "Held-out loss": ("loss_held_out",)},
@@ -88,17 +88,18 @@ def headline(result):
     mine = list(result["summary"])[-1]
     tiles = "".join(f"<div class=tile><b>{cell(result['summary'][mine].get(key))}</b><span>{text}</span></div>"
                     for key, text in TILES.items())
-    return [f"<p class=soft>{html.escape(mine)} on {html.escape(result['scenario'])}: mean ± 95 % interval of "
-            f"{len(result['seeds'])} episodes, each paired with the same traffic without control</p>"
+    return [f"<p class=soft>{html.escape(mine)} on {html.escape(result['scenario'])}: mean ± 95 % interval, "
+            f"{len(result['seeds'])} held-out seeds, each paired with the same traffic without control</p>"
             f"<div class=tiles>{tiles}</div>"]
 
 
 def score_section(result):
     """The score table: mean ± 95 % interval by controller."""
-    names, summary = list(result["summary"]), result["summary"]
+    summary = result["summary"]
+    names = [*list(summary)[-1:], *list(summary)[:-1]]  # the one that it is about comes first
     rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
     scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
-    return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=len(names)),
+    return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=1),
             pictures.intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
             f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
             "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>"]

@@ -99,13 +99,14 @@ def shield_section(path, result):
         events = [(row["controller"], row["reason"], int(row["step"])) for row in csv.DictReader(file)]
     if not events:
         return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
-    names, count = [n for n in result["summary"] if n != "none"], Counter((n, reason) for n, reason, _ in events)
+    names = [name for name in reversed(result["summary"]) if name != "none"]
+    count = Counter((name, reason) for name, reason, _ in events)
     reasons, episodes = sorted({reason for _, reason, _ in events}), len(result["seeds"])
     rows = [[reason, *(f"{count[n, reason] / episodes:.1f}" for n in names)] for reason in reasons]
     minutes = {n: Counter(step // 60 for name, _, step in events if name == n) for n in names}
     last = max(step for _, _, step in events) // 60
     return ["<h2>Shield</h2><p>Commands that the shield changed, per episode, by reason and by time.</p>",
-            "<div class=beside>", grid(["reason", *names], rows, mine=len(names)),
+            "<div class=beside>", grid(["reason", *names], rows, mine=1),
             lines("Commands changed in 60 control steps", {
                 html.escape(n): [(m + 0.5, c[m] / episodes) for m in range(last + 1)] for n, c in minutes.items()},
                 "60 control steps; number per episode", True, COLOURS), "</div>"]
