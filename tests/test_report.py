@@ -39,14 +39,15 @@ onmessage = e => document.title = e.data;</script><iframe width={} height=900 fr
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run folder with everything in it: real episodes of a minute, invented learning curves."""
+    """A run folder with everything in it: real episodes of a minute, invented learning curves, a table that is wide."""
     folder = tmp_path_factory.mktemp("runs") / "trial"
     folder.mkdir()
     cfg = load_config("configs/smoke.yaml", ["evaluate.workers=1", "env.horizon_s=60"])
     cfg.env.terminate_on_collision, said = False, ([], [])
-    scored = evaluate.evaluate(cfg, CONTROLLERS, [5], build("small").eval(), folder / "scenario", said[0].append)
+    rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], build("small").eval(), folder / "scenario", said[0].append)
     tracks = evaluate.watch(cfg, CONTROLLERS, 5, build("small").eval(), folder / "scenario", said[1].append)
-    evaluate.write(folder / "evaluation.json", "corridor", [5], *scored)
+    more = [{**rows[1], "controller": name} for name in ("follower_stopper", "lane_advice", "pi_saturation")]
+    evaluate.write(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], log)
     save_tracks(folder / "evaluation.tracks.npz", tracks, cfg.env.control_interval, 5)
     rows = [{**{name: 1.0 + epoch for name in VOCABULARY}, "phase": phase, "epoch": epoch, "env_steps": 9 * epoch}
             for phase in (1, 2, 3) for epoch in (1, 2, 3)]
