@@ -70,6 +70,15 @@ def resource_plan(cfg):
     return plan
 
 
+def revision():
+    """The git commit of this program, with "-dirty" when files differ from it."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "not a git checkout"
+
+
 def command_of(step, options, folder, plan):
     """The command line of one step."""
     shared = ["--config", options.config_file, *options.overrides]
@@ -83,7 +92,8 @@ def command_of(step, options, folder, plan):
     if step == "phase2":
         return [*python, str(ROOT / "train_rl.py"), *shared]
     if step == "evaluate":
-        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json")]
+        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json"),
+                 "--tracks", str(folder / "evaluation.tracks.npz")]
         return [*python, str(ROOT / "evaluate.py"), *shared, *files]
     return [*python, "-m", "runtime.report", str(folder)]
 
@@ -174,7 +184,7 @@ def pipeline(options, stop):
     lock = claim(folder)  # noqa: F841  held until this process ends
     state = load_state(folder / "state.json", cfg)
     plan, begun = resource_plan(cfg), time.time()
-    state.update(command=" ".join(sys.argv), plan=plan)
+    state.update(command=" ".join(sys.argv), plan=plan, revision=revision())
     for step in steps_to_run(options, state, folder):
         if stop.asked:
             print(f"\nstopped before {step}; everything is saved; {console.again()}")

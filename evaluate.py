@@ -6,6 +6,8 @@
     python evaluate.py --config configs/suite.yaml --controllers none,lane_advice     # each variant, and their mean
     python evaluate.py --checkpoint runs/quick --sweep env.max_commands=0,1,2,5,10,1000
     python evaluate.py --checkpoint runs/quick --controllers policy --sweep evaluate.selection=learned,random,jam
+    python evaluate.py --controllers lane_advice --animate drive.gif         # look at one episode instead of scoring
+    python evaluate.py --checkpoint runs/quick --controllers policy --gui    # live, in SUMO's own window
 
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
@@ -17,117 +19,44 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from configs import ConfigError, console, from_dict, load_config
 from configs.command_line import parse
-from env.baselines import BASELINES, make_baseline, mean_speed_ahead
+from controllers import CONTROLLERS, SHIELD_LOG, Audit, make_controller
+from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
-from models.policy import Driver, TrafficModel
-from models.presets import PRESETS
-from models.risk_gnn import SPEED
-from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
-from runtime import checkpoint
+from models.policy import TrafficModel
+from runtime import animation, checkpoint
 from runtime.scores import summarise, table
+from runtime.tracks import Recorded, save_tracks
 from runtime.training import run_script, schema
 from train_ddp import USER_ERRORS
 
-CONTROLLERS = (*BASELINES, "policy")
-AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
-LANES = ("left", "keep", "right")
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
-SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
-              "sent_lane")
-
-
-class PolicyController:
-    """The trained model on one environment at a time (so that nothing depends on who else is in the batch)."""
-
-    def __init__(self, cfg, model, num_envs):
-        model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
-        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled)
-        self.selection, self.rng = cfg.evaluate.selection, {}
-
-    def begin(self, env, seed):
-        self.driver.forget(env)
-        self.rng[env] = np.random.default_rng(seed)
-
-    @torch.inference_mode()
-    def act(self, observation, env):
-        """Commands and the shield's reasons for one environment: arrays of length K."""
-        seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        choice = self.driver.choose(seen, None, self.scores(observation, seen, env))
-        return {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
-
-    def scores(self, observation, seen, env):
-        """Scores of the candidates [1, C] that replace the learned ones; None = learned."""
-        if self.selection == "learned":
-            return None
-        by_slot = (self.rng[env].random(len(observation["mask"])) if self.selection == "random"
-                   else -np.nan_to_num(mean_speed_ahead(observation, AHEAD), nan=NOBODY_AHEAD))
-        return torch.from_numpy(by_slot).float()[seen["slots"]].masked_fill(~seen["valid"], -torch.inf)
-
-
-class BaselineController:
-    """A rule of env/baselines.py behind the same shield as the policy."""
-
-    def __init__(self, cfg, name):
-        self.name, self.cfg, self.n, self.rules = name, cfg, cfg.env.max_vehicles, {}
-        self.shield = SafetyShield(PRESETS["small"], cfg.shield, cfg.env.control_interval)  # its rules have no weights
-
-    def begin(self, env, seed):
-        self.rules[env] = make_baseline(self.name, self.cfg), np.random.default_rng(seed)
-
-    def act(self, observation, env):
-        """Commands and the shield's reasons for one environment: arrays of length K."""
-        rule, rng = self.rules[env]
-        slot, wanted, wanted_lane, _ = rule(observation, self.cfg.env.max_commands, rng)
-        row = np.minimum(slot, self.n - 1)
-        near = torch.from_numpy(observation["surround"][row]).float()
-        speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()
-        with torch.no_grad():
-            checked = self.shield(torch.tensor(wanted, dtype=torch.float32), torch.tensor(wanted_lane), speed, near)
-        accel, lane, brake, reason = (x.numpy() for x in checked)
-        return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
-                "wanted": wanted, "wanted_lane": wanted_lane}
-
-
-class Audit:
-    """What the shield changed in one episode: counts for the row, and one line per override for the log."""
-
-    def __init__(self, controller, seed):
-        self.controller, self.seed, self.step, self.lines = controller, seed, 0, []
-        self.counts = {"shield_clips": 0, "shield_emergencies": 0}
-
-    def add(self, commands):
-        """Note one control step's overrides."""
-        reason = commands["reason"]
-        self.counts["shield_clips"] += int((reason & CLIPPED > 0).sum())
-        self.counts["shield_emergencies"] += int((reason & EMERGENCY > 0).sum())
-        for i in np.flatnonzero(reason):
-            sent = -commands["brake"][i] if commands["brake"][i] > 0 else commands["accel"][i]
-            why = " + ".join(text for code, text in REASONS.items() if reason[i] & code)
-            self.lines.append((self.controller, self.seed, self.step, int(commands["slot"][i]), why,
-                               round(float(commands["wanted"][i]), 3), LANES[commands["wanted_lane"][i]],
-                               round(float(sent), 3), LANES[commands["lane"][i]]))
-        self.step += 1
 
 
 def evaluate(cfg, controllers, seeds, model=None, folder=None, say=console.progress):
     """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-        drivers = {name: BaselineController(cfg, name) for name, _ in jobs if name != "policy"}
-        if model is not None:
-            drivers["policy"] = PolicyController(cfg, model, pool.num_envs)
+        drivers = {name: make_controller(cfg, name, model, pool.num_envs) for name, _ in jobs}
         rows, log = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, say)
     return score(rows, jobs), log
 
 
-def run_jobs(pool, drivers, jobs, restarts, say=console.progress):
+def watch(cfg, controllers, seed, model=None, folder=None, say=console.progress):
+    """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process."""
+    with make_pool(cfg, 0, 1, folder) as pool:
+        environment = pool.environments.envs[0]
+        drivers = {name: Recorded(make_controller(cfg, name, model, 1), environment) for name in controllers}
+        run_jobs(pool, drivers, [(name, seed) for name in controllers], cfg.rollout.restarts, say)
+        return {name: driver.tracks for name, driver in drivers.items()}
+
+
+def run_jobs(pool, drivers, jobs, restarts, say=print):
     """(rows, shield log) of the episodes `jobs`, (name of a driver, seed) each, as they end."""
     rows, waiting, running, audits, log, lost = [], jobs[::-1], {}, {}, [], Counter()
     console.begin("evaluate: episode")
@@ -249,6 +178,9 @@ def add_options(parser):
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
     parser.add_argument("--sweep", metavar="KEY=A,B", help="score all with each value of a setting in turn")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
+    parser.add_argument("--tracks", metavar="FILE.npz", help="record an episode of none, the best rule, policy")
+    parser.add_argument("--animate", metavar="FILE.gif", help="no scores: draw the last controller's first episode")
+    parser.add_argument("--gui", action="store_true", help="no scores: show that episode live in sumo-gui")
 
 
 def sweep(text):
@@ -298,12 +230,15 @@ def settings(options):
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
+    check_output(options)
     configs, controllers, seeds, model = settings(options)
     torch.set_num_threads(1)
     rows, log = [], []
     for name, cfg in configs.items():
         folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
         check_scenario(cfg, folder)
+        if options.animate or options.gui:
+            return show(cfg, controllers[-1], seeds[0], model, folder, options)
         mine, lines = evaluate_suite(cfg, controllers, seeds, model, folder)
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         log += [(line[0] + name, *line[1:]) for line in lines]
@@ -313,6 +248,34 @@ def main():
     print(table(summarise(rows)))
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)
+    if options.tracks:
+        tracks = watch(cfg, to_record(summarise(rows)), seeds[0], model, folder)
+        save_tracks(options.tracks, tracks, cfg.env.control_interval, seeds[0])
+
+
+def to_record(summary):
+    """Whose episode is recorded: without control, the best rule, and the policy."""
+    rules = sorted(summary.keys() - {"none", "policy"}, key=lambda name: summary[name]["s_total"]["mean"])
+    return ["none", *rules[-1:], *(["policy"] if "policy" in summary else [])]
+
+
+def check_output(options):
+    """ConfigError or SumoError for what this machine cannot show, before anything is simulated."""
+    if options.animate:
+        animation.check(options.animate)
+    if options.gui:
+        check_display()
+
+
+def show(cfg, controller, seed, model, folder, options):
+    """One episode in SUMO's window, as an animation, or both."""
+    if options.gui:  # one may pause for as long as one likes, and a closed window stays closed
+        cfg.env.backend, cfg.env.call_timeout_s, cfg.rollout.restarts = "gui", 1e6, 0
+    tracks = watch(cfg, [controller], seed, model, folder)
+    if options.animate:
+        path = Path(options.animate).with_suffix(".tracks.npz")
+        save_tracks(path, tracks, cfg.env.control_interval, seed)
+        animation.draw(path, options.animate)
 
 
 if __name__ == "__main__":

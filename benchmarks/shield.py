@@ -20,7 +20,8 @@ from env.baselines import HAS_LEFT, commands
 from env.networks import NETWORKS
 from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
 from env.workers import WorkerError, make_pool
-from evaluate import BaselineController, parse_seeds, run_jobs
+from controllers import BaselineController
+from evaluate import parse_seeds, run_jobs
 from runtime.training import run_script
 from train_ddp import USER_ERRORS
 

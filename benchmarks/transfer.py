@@ -18,7 +18,8 @@ from configs.command_line import parse
 from env.launch import SumoError, find_binary, sumo_environment
 from env.traffic_env import check_scenario
 from env.workers import WorkerError
-from evaluate import CONTROLLERS, evaluate_suite, settings
+from controllers import CONTROLLERS
+from evaluate import evaluate_suite, settings
 from runtime.scores import summarise
 from runtime.training import run_script
 from train_ddp import USER_ERRORS

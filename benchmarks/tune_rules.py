@@ -29,7 +29,8 @@ from env.launch import die_with_parent
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
-from evaluate import BaselineController, parse_seeds, run_jobs
+from controllers import BaselineController
+from evaluate import parse_seeds, run_jobs
 from runtime.scores import summarise, table
 from runtime.training import run_script
 from train_ddp import USER_ERRORS

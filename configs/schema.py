@@ -41,8 +41,8 @@ class ProfileConfig:
 class EnvConfig:
     """One environment and its SUMO."""
     scenario: str = opt("corridor", "corridor, ring, figure_eight, merge, bottleneck, or path of a .sumocfg")
-    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines",
-                       choices=("traci", "libsumo"))
+    backend: str = opt("traci", "how Python talks to SUMO; libsumo: faster, one environment per process, no deadlines; "
+                       "gui: like traci, in a window", choices=("traci", "libsumo", "gui"))
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
     suite: list[str] = opt(["same"], "variants that take turns, an episode's by its seed: each element is one or more "
                                      "section.key=value of a scenario, env.scenario, env.demand_scale, env.icv_share, "

@@ -98,6 +98,10 @@ class LibSumo:
         lane = self.client.lane
         return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
 
+    def lane_shapes(self):
+        """See env.sumo.Sumo.lane_shapes."""
+        return [self.client.lane.getShape(i) for i in self.client.lane.getIDList()]
+
 
 def _encode(names):
     return [name.encode() for name in names]

@@ -29,6 +29,7 @@ class SumoTimeout(SumoError):
 
 class Sumo:
     """One SUMO process. `arguments`: SUMO's command line without the binary (`-c file ...`)."""
+    binary = "sumo"
 
     def __init__(self, arguments, call_timeout_s=30.0, start_timeout_s=60.0):
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
@@ -41,7 +42,7 @@ class Sumo:
         self.stderr = tempfile.TemporaryFile()
         token = f"mixed-autonomy-{time.monotonic_ns()}-{id(self)}"  # tells our SUMO from a stranger's on the same port
         port = _free_port()
-        self.process = launch([find_binary("sumo"), *arguments, "--remote-port", str(port),
+        self.process = launch([find_binary(self.binary), *arguments, "--remote-port", str(port),
                                "--save-state.prefix", token], self.stderr)
         try:
             self._connect(port)
@@ -197,12 +198,19 @@ class Sumo:
                     for i in lane.getIDList()]
         return self._ask(read)
 
+    def lane_shapes(self):
+        """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
+        return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
+
 
 def open_simulator(arguments, env_cfg):
     """The simulator of `env.backend` with the same methods: `step`, `read`, `routes_of`, `load`, `alive`, `close`."""
     if env_cfg.backend == "libsumo":
         from env.inprocess import LibSumo  # an extra
         return LibSumo(arguments)
+    if env_cfg.backend == "gui":
+        from env.gui import SumoGui
+        return SumoGui(arguments, env_cfg.call_timeout_s, env_cfg.start_timeout_s)
     return Sumo(arguments, env_cfg.call_timeout_s, env_cfg.start_timeout_s)
 
 

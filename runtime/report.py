@@ -1,111 +1,181 @@
-"""One HTML file about a run that needs no network: scores, learning curves, settings, versions.
+"""One HTML file about a run that needs no network: time-space diagrams, scores, learning curves, versions.
 
     python -m runtime.report runs/quick
 """
 import html
 import json
+import math
 import sys
 from pathlib import Path
 
+import numpy as np
+
+from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
+from runtime.pictures import grid, lines, stacked
+from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
+from runtime.tracks import load_tracks
 
-STYLE = """:root{color-scheme:light dark}
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:auto;padding:1rem}
-table{border-collapse:collapse;display:block;overflow-x:auto}
-td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}
-svg{width:100%;max-width:28rem;height:auto}
-figure{display:inline-block;margin:.5rem;width:26rem;max-width:95%;vertical-align:top}
-pre{overflow-x:auto;font-size:.8rem}figcaption{font-size:.85rem}"""
-SCORES = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "sigma_v", "abs_a", "c_int", "collisions",
-          "teleports", "min_ttc", "hard_brakes", "shield_clips", "shield_emergencies")
-COLOURS = ("#2a7de1", "#e1752a", "#2aa45c")
-CURVES = {1: (("rmse_position", "rmse_position_cv"), ("rmse_speed", "rmse_speed_cv"), ("loss_held_out",)),
-          2: (("return",), ("c_int",)),
-          3: (("c_int", "limit"), ("multiplier",), ("reward",))}
+STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
+--line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7}
+@media(prefers-color-scheme:dark){:root{--page:#12161c;--card:#1a2029;--plot:#12161c;--text:#e4e9f0;--soft:#9aa7b6;
+--line:#3a4451;--c0:#8d99a8;--c1:#6ea3ff;--c2:#ff9655;--c3:#45c9a5;--c4:#cf86e6;--c5:#e0b84c;--c6:#ff7090;--c7:#84c9ee}}
+*{box-sizing:border-box}
+body{font:1rem/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:88rem;margin:auto;
+padding:1rem clamp(.8rem,3vw,2.5rem) 3rem}
+h1{margin:.2rem 0 0;line-height:1.2}h2{margin:2.6rem 0 .6rem;border-bottom:1px solid var(--line)}p{margin:.3rem 0 .8rem}
+p,li{max-width:52rem}.soft{color:var(--soft)}code{overflow-wrap:anywhere}
+.row{display:grid;gap:1.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr))}
+.row.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
+.beside{display:flex;flex-wrap:wrap;gap:1.2rem;align-items:start}.beside>.scroll{max-width:100%}
+.beside>figure{flex:1 1 19rem;max-width:36rem}.row+.row{margin-top:1.2rem}
+figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
+.tiles{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));margin:1rem 0}
+.tile b{display:block;font-size:1.5rem;line-height:1.3}.tile span{font-size:.85rem;color:var(--soft)}
+.scroll{overflow-x:auto}table{border-spacing:0;font-size:.9rem;font-variant-numeric:tabular-nums}
+td,th{padding:5px .7rem;line-height:1.25rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--page)}
+@media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:5px .45rem}}
+td.mine,th.mine{background:var(--card);font-weight:600}
+pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
+SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
+          "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
+          "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
+          "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
+          "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
+          "shield_clips": "commands weakened by the shield", "shield_emergencies": "emergency brakings of the shield"}
+TILES = {"s_total": "S_total, against no control", "ocr_change": "change of vehicles arrived, %", "c_int": "C_int",
+         "collisions": "collisions an episode"}
+CURVES = {1: {"Error of the predicted position": ("rmse_position", "rmse_position_cv"),
+              "Error of the predicted speed": ("rmse_speed", "rmse_speed_cv"), "Held-out loss": ("loss_held_out",)},
+          2: {"Return of an episode": ("return",), "Vehicles that arrive": ("ocr",), "Cost of intervening": ("c_int",)},
+          3: {"Cost of intervening and its limit": ("c_int", "limit"), "Lagrange multiplier": ("multiplier",),
+              "Return of an episode": ("return",)}}
+STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "waiting for SUMO",
+             "time_learn": "learning"}
 
 
 def build_report(folder):
     """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
     folder, parts = Path(folder), []
-    if (folder / "evaluation.json").exists():
-        parts += score_section(json.loads((folder / "evaluation.json").read_text()))
-    if (folder / "metrics.jsonl").exists():
-        parts += curve_sections(read_metrics(folder / "metrics.jsonl"))
-    if (folder / "state.json").exists():
-        state = json.loads((folder / "state.json").read_text())
-        parts += ["<h2>Steps</h2>", grid(["step", "status", "seconds"], [
-            [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]),
-            f"<p>Command: <code>{html.escape(state['command'])}</code></p>"]
-    parts += ["<h2>Versions</h2>", grid(["package", "version"], list(versions().items()))]
-    if (folder / "config.yaml").exists():
-        parts += ["<h2>Configuration</h2>", f"<pre>{html.escape((folder / 'config.yaml').read_text())}</pre>"]
-    page = (f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-            f"<title>{html.escape(folder.name)}</title><style>{STYLE}</style><h1>{html.escape(folder.name)}</h1>"
-            + "\n".join(parts) + "</html>")
+    tracks, result, log = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
+    result = json.loads(result.read_text()) if result.exists() else None
+    episodes, facts = load_tracks(tracks) if tracks.exists() else ({}, {})
+    episodes = {name: track for name, track in episodes.items() if len(track["step"])}  # somebody was on the road
+    rows = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    parts += headline(result) if result else []
+    parts += time_space(episodes, facts) if episodes else []
+    parts += score_section(result) if result else []
+    parts += traffic_section(episodes, facts) + influence_section(episodes, facts) if episodes else []
+    parts += shield_section(log, result) if result and log.exists() else []
+    parts += curve_sections(rows) + resource_section(rows) if rows else []
+    parts += origin_section(folder, result)
+    title = f"{folder.resolve().name}: mixed-autonomy traffic"
+    page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+            f"<meta http-equiv=Content-Security-Policy content=\"{POLICY}\">"
+            f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{pictures.STYLE}{STYLE}</style>"
+            f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
     (folder / "report.html").write_text(page)
     return folder / "report.html"
 
 
+# ---- scores ----------------------------------------------------------------------------------------------------
+
+def headline(result):
+    """The controller that this run is about, in four numbers."""
+    mine = list(result["summary"])[-1]
+    tiles = "".join(f"<div class=tile><b>{cell(result['summary'][mine].get(key))}</b><span>{text}</span></div>"
+                    for key, text in TILES.items())
+    return [f"<p class=soft>{html.escape(mine)} on {html.escape(result['scenario'])}: mean ± 95 % interval, "
+            f"{len(result['seeds'])} held-out seeds, each paired with the same traffic without control</p>"
+            f"<div class=tiles>{tiles}</div>"]
+
+
 def score_section(result):
-    """The score table: mean +- 95 % interval by controller."""
-    names = list(result["summary"])
-    rows = [[key, *(cell(result["summary"][n].get(key)) for n in names)] for key in SCORES]
-    return [f"<h2>Scores</h2><p>{html.escape(result['scenario'])}, {len(result['seeds'])} held-out seeds paired with "
-            f"the same traffic without control, SUMO {result['sumo_version']}; mean ± 95 % interval.</p>",
-            grid(["", *names], rows)]
+    """The score table: mean ± 95 % interval by controller."""
+    summary = result["summary"]
+    names = [*list(summary)[-1:], *list(summary)[:-1]]  # the one that it is about comes first
+    rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
+    scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
+    return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=1),
+            pictures.intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
+            f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
+            "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>"]
 
 
 def cell(value):
-    """Mean and interval of one metric as text."""
+    """The mean with as many digits as its interval allows: two of those."""
     if not value or value["mean"] is None:
         return "–"
-    return f"{value['mean']:.3g}" + ("" if value["ci95"] is None else f" ± {value['ci95']:.2g}")
+    mean, half = value["mean"], value["ci95"]
+    if not mean and not half:
+        return "0"
+    decimals = max(1 - math.floor(math.log10(half or abs(mean) / 10)), 0)
+    return f"{mean:.{decimals}f}" + ("" if half is None else f" ± {half:.{decimals}f}" if half else " ± 0")
 
 
-def grid(head, rows):
-    """An HTML table."""
-    def line(tag, cells):
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(c))}</{tag}>" for c in cells) + "</tr>"
-    return "<table>" + line("th", head) + "".join(line("td", r) for r in rows) + "</table>"
+def listed(values):
+    """A list as text, a long one by its ends."""
+    return ", ".join(map(str, values)) if len(values) < 8 else f"{values[0]} to {values[-1]} ({len(values)})"
 
+
+# ---- training --------------------------------------------------------------------------------------------------
 
 def curve_sections(rows):
-    """HTML of the learning curves, one section per phase."""
+    """Learning curves of each phase."""
     parts = []
     for phase, groups in CURVES.items():
         mine = [r for r in rows if r["phase"] == phase]
         mine = [r for r in mine if r.get("stage") == mine[-1].get("stage")]  # a stage has its own loss
         if mine:
-            parts.append(f"<h2>Phase {phase}</h2>" + "".join(curve(mine, names) for names in groups))
+            curves = [curve(mine, title, names) for title, names in groups.items()]
+            parts += [f"<h2>Phase {phase}</h2><div class=row>", *curves, "</div>"]
     return parts
 
 
-def curve(rows, names, width=420, height=180, left=58):
-    """A line chart of some metrics over epochs as inline SVG."""
+def curve(rows, title, names):
+    """Some metrics over epochs, with their meaning below."""
     series = {n: [(r["epoch"], r[n]) for r in rows if r.get(n) is not None] for n in names}
-    points = [p for line in series.values() for p in line]
-    if not points:
-        return ""
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*points))
-    right, low = max(x1, x0 + 1), height - 24
-    top = y1 if y1 > y0 else y0 + 1
+    about = "; ".join(f"{n}: {VOCABULARY[n]}" for n in names)
+    return lines(title, series, "epoch", zero=len(names) > 1, about=html.escape(about))
 
-    def place(x, y):
-        across, up = (x - x0) / (right - x0), (y - y0) / (top - y0)
-        return f"{left + across * (width - left - 8):.1f},{low - up * (low - 12):.1f}"
 
-    def text(x, y, what):
-        return f"<text x={x} y={y} font-size=11 fill=currentColor>{what}</text>"
+def resource_section(rows):
+    """Memory over the run, and where the time of a control step goes."""
+    begin = rows[0]["time"]
+    memory = {f"phase {p}": [((r["time"] - begin) / 60, r["memory_mb"]) for r in rows
+                             if r["phase"] == p and r.get("memory_mb")] for p in (1, 2, 3)}
+    parts = [lines("Memory of all processes", memory, "minutes since the first record; MB (PSS)", zero=True)]
+    for phase in (2, 3):
+        mine = [r for r in rows if r["phase"] == phase and r.get("env_steps")]
+        done = np.diff([0, *(r["env_steps"] for r in mine)])
+        mine = [(r, n) for r, n in zip(mine, done) if n > 0]
+        if len(mine) > 1:
+            split = {text: [1000 * r.get(name, 0) / n for r, n in mine] for name, text in STEP_TIME.items()}
+            parts.append(stacked(f"Time of a control step, phase {phase}", [r["epoch"] for r, _ in mine], split,
+                                 "epoch; ms per environment step"))
+    return ["<h2>Memory and time</h2><div class=row>", *parts, "</div>"]
 
-    body = "".join(f"<polyline fill=none stroke={c} stroke-width=2 points='{' '.join(place(*p) for p in line)}'/>"
-                   for c, line in zip(COLOURS, series.values()))
-    body += text(2, 16, f"{top:.3g}") + text(2, low, f"{y0:.3g}") + text(left, height - 6, f"epoch {x0} to {x1}")
-    body += f"<path d='M{left} 8V{low}H{width - 8}' fill=none stroke=currentColor opacity=.4 />"
-    caption = ", ".join(f"<span style='color:{c}'>{n}</span> ({html.escape(VOCABULARY[n])})"
-                        for c, n in zip(COLOURS, series))
-    return f"<figure><svg viewBox='0 0 {width} {height}'>{body}</svg><figcaption>{caption}</figcaption></figure>"
+
+# ---- origin ----------------------------------------------------------------------------------------------------
+
+def origin_section(folder, result):
+    """What made these numbers: steps, command line, revision, versions, seeds, configuration."""
+    parts, facts = ["<h2>How it was made</h2>"], {**versions(), "python": sys.version.split()[0]}
+    if (folder / "state.json").exists():
+        state = json.loads((folder / "state.json").read_text())
+        facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
+        parts.append(grid(["step", "status", "seconds"], [
+            [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]))
+    facts = {**facts, "held-out seeds": listed(result["seeds"])} if result else facts
+    items = [f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()]
+    parts += ["<ul>", *items, "</ul>"]
+    if (folder / "config.yaml").exists():
+        parts += ["<details><summary>Configuration</summary><pre>", html.escape((folder / "config.yaml").read_text()),
+                  "</pre></details>"]
+    return parts
 
 
 def main():

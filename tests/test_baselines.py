@@ -11,7 +11,7 @@ from env import baselines
 from env.baselines import BASELINES, PISaturation, make_baseline, mean_speed_ahead
 from env.graph import GLOBAL, NODE, SURROUND
 from env.spaces import KEEP, LEFT
-from evaluate import BaselineController
+from controllers import BaselineController
 
 from helpers import episode
 

@@ -8,7 +8,8 @@ import pytest
 from configs import ConfigError, load_config
 from env.baselines import mean_speed_ahead
 from env.workers import make_pool
-from evaluate import AHEAD, LANES, Audit, PolicyController, parse_seeds, sweep
+from controllers import AHEAD, LANES, Audit, PolicyController
+from evaluate import parse_seeds, sweep
 from runtime.scores import mean_ci, student_t, summarise
 
 

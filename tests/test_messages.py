@@ -215,7 +215,9 @@ CASES = [
 # (fragment, test file that triggers it)
 ELSEWHERE = [
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
-    ("netconvert refused", "test_sumo.py"),
+    ("netconvert refused", "test_sumo.py"), ("sumo-gui needs a display", "test_report.py"),
+    ("expected a file that ends in", "test_report.py"), ("there is no folder", "test_report.py"),
+    ("a picture needs", "test_report.py"), ("no episode of", "test_report.py"),
     ("no Python package `sumo`", "test_sumo.py"), ("does not exist; reinstall", "test_sumo.py"),
     ("failed: {error}", "test_supervision.py"), ("failed: {answer}", "test_workers.py"),
     ("rollout worker {w} {trouble}", "test_workers.py"), ("has one already", "test_backends.py"),

@@ -6,6 +6,7 @@ word in their environment, which SUMO, workers and ranks inherit.
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -185,9 +186,11 @@ def test_results_have_the_promised_structure(finished):
 
 def test_report_is_one_file_that_needs_no_network(finished):
     page = (finished.run / "report.html").read_text()
-    shown = "follower_stopper", "s_total", "Phase 1", "Phase 2", "Phase 3", "<svg", "1.28", "coordinator.py", "phase2:"
+    shown = "follower_stopper", "S_total", "Phase 1", "Phase 2", "Phase 3", "<svg", "1.28", "coordinator.py", "phase2:"
     assert [text for text in shown if text not in page] == []
-    assert "src=" not in page and "http" not in page.replace("http-equiv", "")
+    outside = re.sub('src="data:image/png;base64,[^"]*"|http-equiv', "", page)
+    assert "src=" not in outside and "http" not in outside
+    assert "time-space diagram: without control" in page and "time-space diagram: policy" in page
 
 
 # ---- resuming --------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""Whom evaluate.py scores: the policy, and the rules of env/baselines.py behind the same shield."""
+import numpy as np
+import torch
+
+from env.baselines import BASELINES, make_baseline, mean_speed_ahead
+from models.policy import Driver
+from models.presets import PRESETS
+from models.risk_gnn import SPEED
+from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
+
+CONTROLLERS = (*BASELINES, "policy")
+AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
+LANES = ("left", "keep", "right")
+SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
+              "sent_lane")
+
+
+class PolicyController:
+    """The trained model on one environment at a time (so that nothing depends on who else is in the batch)."""
+
+    def __init__(self, cfg, model, num_envs):
+        model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
+        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled)
+        self.selection, self.rng = cfg.evaluate.selection, {}
+
+    def begin(self, env, seed):
+        self.driver.forget(env)
+        self.rng[env] = np.random.default_rng(seed)
+
+    @torch.inference_mode()
+    def act(self, observation, env):
+        """Commands and the shield's reasons for one environment: arrays of length K."""
+        self.seen = seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
+        choice = self.driver.choose(seen, None, self.other_scores(observation, seen, env))
+        return {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
+
+    def other_scores(self, observation, seen, env):
+        """Scores of the candidates [1, C] that replace the learned ones; None = learned."""
+        if self.selection == "learned":
+            return None
+        by_slot = (self.rng[env].random(len(observation["mask"])) if self.selection == "random"
+                   else -np.nan_to_num(mean_speed_ahead(observation, AHEAD), nan=NOBODY_AHEAD))
+        return torch.from_numpy(by_slot).float()[seen["slots"]].masked_fill(~seen["valid"], -torch.inf)
+
+    @torch.inference_mode()
+    def scores(self):
+        """Influence of every ICV in the last observation, as an array."""
+        return self.driver.model.controller.influence(self.seen["candidates"])[self.seen["valid"]].numpy()
+
+
+class BaselineController:
+    """A rule of env/baselines.py behind the same shield as the policy."""
+
+    def __init__(self, cfg, name):
+        self.name, self.cfg, self.n, self.rules = name, cfg, cfg.env.max_vehicles, {}
+        self.shield = SafetyShield(PRESETS["small"], cfg.shield, cfg.env.control_interval)  # its rules have no weights
+
+    def begin(self, env, seed):
+        self.rules[env] = make_baseline(self.name, self.cfg), np.random.default_rng(seed)
+
+    def act(self, observation, env):
+        """Commands and the shield's reasons for one environment: arrays of length K."""
+        rule, rng = self.rules[env]
+        slot, wanted, wanted_lane, _ = rule(observation, self.cfg.env.max_commands, rng)
+        row = np.minimum(slot, self.n - 1)
+        near = torch.from_numpy(observation["surround"][row]).float()
+        speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()
+        with torch.no_grad():
+            checked = self.shield(torch.tensor(wanted, dtype=torch.float32), torch.tensor(wanted_lane), speed, near)
+        accel, lane, brake, reason = (x.numpy() for x in checked)
+        return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
+                "wanted": wanted, "wanted_lane": wanted_lane}
+
+
+class Audit:
+    """What the shield changed in one episode: counts for the row, and one line per override for the log."""
+
+    def __init__(self, controller, seed):
+        self.controller, self.seed, self.step, self.lines = controller, seed, 0, []
+        self.counts = {"shield_clips": 0, "shield_emergencies": 0}
+
+    def add(self, commands):
+        """Note one control step's overrides."""
+        reason = commands["reason"]
+        self.counts["shield_clips"] += int((reason & CLIPPED > 0).sum())
+        self.counts["shield_emergencies"] += int((reason & EMERGENCY > 0).sum())
+        for i in np.flatnonzero(reason):
+            sent = -commands["brake"][i] if commands["brake"][i] > 0 else commands["accel"][i]
+            why = " + ".join(text for code, text in REASONS.items() if reason[i] & code)
+            self.lines.append((self.controller, self.seed, self.step, int(commands["slot"][i]), why,
+                               round(float(commands["wanted"][i]), 3), LANES[commands["wanted_lane"][i]],
+                               round(float(sent), 3), LANES[commands["lane"][i]]))
+        self.step += 1
+
+
+def make_controller(cfg, name, model, num_envs):
+    """The controller of this name, for the environments of one pool."""
+    return PolicyController(cfg, model, num_envs) if name == "policy" else BaselineController(cfg, name)
