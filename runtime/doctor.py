@@ -87,7 +87,8 @@ def measure(cfg, tell):
     from runtime.distributed import Team
     from runtime.precision import Precision
     cfg = copy.deepcopy(cfg)
-    cfg.env.warmup_s, cfg.env.horizon_s, cfg.env.terminate_on_collision = 150.0, 1e6, False  # traffic, and no resets
+    # Traffic as in the middle of an episode, which does not end meanwhile.
+    cfg.env.warmup_s, cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.env.horizon_s // 3, 1e6, False
     cores, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     device = torch.device("cuda" if gpus else "cpu")
     torch.set_num_threads(max(1, cores // max(cfg.coordinator.nproc, 1)) if not gpus else 1)
