@@ -149,7 +149,7 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         seen = team.world * p.batch_size * len(window)
         samples, c["samples"] = samples + seen, c["samples"] + seen
         c["updates"], window = c["updates"] + (not skipped), []
-        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], len(loader.dataset), always=False)
+        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], per_epoch * seen, always=False)
         if team.any(stop.asked):
             progress.save()
             team.say(f"stopped and saved in epoch {c['epoch'] + 1}; {console.again()}")

@@ -4,7 +4,8 @@
     python -m runtime.doctor --config configs/quick.yaml --no-benchmark
 
 Every line says ok, warn or FAIL, what was found and, unless it is fine, what to do. Then follow about 20 seconds of
-measurements. Exit code 2 when something fails. Like the scripts, this file uses every part of the project.
+measurements (longer with the full model on a CPU). Exit code 2 when something fails. Like the scripts, this file uses
+every part of the project.
 """
 import contextlib
 import copy
@@ -24,6 +25,7 @@ from data.location import MEMORY, on_windows_drive
 from env.launch import SumoError
 from runtime import machine
 from runtime.machine import FAIL, OK, WARN, Finding
+from runtime.resources import threads_per_process
 from runtime.sizing import Line, Speed, forecast, recommend
 
 SECONDS = 1.2  # for each of the measurements
@@ -83,14 +85,19 @@ def place(key, folder):
 def measure(cfg, tell):
     """The machine's Speed, measured with the program's own parts; a line of text for each to `tell`."""
     import torch
+    from models.losses import WorldModelLoss
     from models.policy import Driver, TrafficModel
+    from runtime.batch_size import random_batch
     from runtime.distributed import Team
     from runtime.precision import Precision
+    from runtime.training import to_device
     cfg = copy.deepcopy(cfg)
-    cfg.env.warmup_s, cfg.env.horizon_s, cfg.env.terminate_on_collision = 150.0, 1e6, False  # traffic, and no resets
+    # Traffic as in the middle of an episode, which does not end meanwhile.
+    cfg.env.warmup_s, cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.env.horizon_s // 3, 1e6, False
     cores, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     device = torch.device("cuda" if gpus else "cpu")
-    torch.set_num_threads(max(1, cores // max(cfg.coordinator.nproc, 1)) if not gpus else 1)
+    ranks = cfg.coordinator.nproc or max(gpus, 1)
+    torch.set_num_threads(threads_per_process(cfg.run.threads, ranks, cfg.rollout.num_workers))
     team, model = Team(0, 1, 0, 1, device), TrafficModel(cfg).to(device)
     autocast = Precision(cfg.phase2.amp, device).autocast
     with tempfile.TemporaryDirectory() as folder:
@@ -98,11 +105,16 @@ def measure(cfg, tell):
         with pools as pool:
             tell(f"simulate   {1 / simulate(1):.0f} control steps/s by one worker, {1 / simulate(pool.num_envs):.0f} "
                  f"each by {pool.num_envs} at once ({pool.arrays['mask'][0].sum()} vehicles)")
-            infer = inference(lambda n: Driver(model, n, cfg.env.max_vehicles, device, autocast=autocast), pool)
-            score = inference(lambda n: Driver(copy.deepcopy(model).cpu(), n, cfg.env.max_vehicles), pool)(1)
+            few, many = ((n, inference(Driver(model, n, cfg.env.max_vehicles, device, autocast=autocast), pool))
+                         for n in (1, 8))
+            infer = Line.through(*few, *many)
+            score = inference(Driver(copy.deepcopy(model).cpu(), 1, cfg.env.max_vehicles), pool) if gpus else few[1]
             tell(f"infer      {1000 * infer(1):.1f} ms for one environment, {1000 * infer(8):.1f} ms for eight "
                  f"({device.type})")
-            learn = learning_lines(cfg, team, model, pool, autocast)
+            later = learning_lines(cfg, team, model, pool, autocast)
+    torch.set_num_threads(threads_per_process(cfg.run.threads, ranks))  # no simulators beside phase 1
+    learn = [learning(cfg.phase1, team, model, WorldModelLoss(model, 2, cfg.phase1.checkpointing), (4, 16), lambda n: (
+        to_device(random_batch(n, cfg, torch.Generator().manual_seed(0)), device), 1e3)), *later]
     for phase, line, n, unit in zip((1, 2, 3), learn, (32, 128, 8), ("samples", "control steps", "sequences")):
         tell(f"learn      phase {phase}: {n / line(n):.3g} {unit}/s in micro-batches of {n} ({device.type})")
     tell(f"load       {loading(cfg)}")
@@ -139,28 +151,23 @@ def simulation(cfg, most, folder):
     return (Line.through(1, seconds[1], most, seconds[most]) if most > 1 else Line(seconds[1], 0.0)), pool
 
 
-def inference(make_driver, pool):
-    """Line of a decision over the number of environments, all with the traffic of the pool's first."""
-    seconds = {}
-    for envs in (1, 8):
-        driver, rows = make_driver(envs), [0] * envs
-        seen = {name: pool.arrays[name][rows] for name in pool.final}
-        seconds[envs] = timed(lambda: driver.decide(driver.perceive(seen, range(envs))))
-    return Line.through(1, seconds[1], 8, seconds[8])
+def inference(driver, pool):
+    """Seconds of one decision for all of the driver's environments, each with the traffic of the pool's first."""
+    envs = range(driver.num_envs)
+    seen = {name: pool.arrays[name][[0 for _ in envs]] for name in pool.final}
+    return timed(lambda: driver.decide(driver.perceive(seen, envs)))
 
 
 def learning_lines(cfg, team, model, pool, autocast):
-    """Lines of the three phases over samples, control steps and sequences; the latter two from short rollouts."""
+    """Lines of phase 2 over control steps and of phase 3 over sequences, from short rollouts."""
     import numpy as np
-    import torch
-    from models.losses import ConstrainedLoss, PPOLoss, WorldModelLoss
+    from models.losses import ConstrainedLoss, PPOLoss
     from models.policy import Driver
-    from runtime.batch_size import random_batch
     from runtime.rollout import Collector
     from runtime.storage import Minibatches
     from train_ddp import make_sequences
     from train_rl import LEARN, add_advantages
-    p1, p2, p3, n, rollouts = cfg.phase1, cfg.phase2, cfg.phase3, pool.num_envs, []
+    p2, p3, n, rollouts = cfg.phase2, cfg.phase3, pool.num_envs, []
     driver = Driver(model, n, cfg.env.max_vehicles, team.device, autocast=autocast)
     for keep in (0, p3.sequence_length):
         collector = Collector(pool, driver, cfg.run.seed, 2, keep_sequences=keep)
@@ -170,12 +177,7 @@ def learning_lines(cfg, team, model, pool, autocast):
     minibatches, steps = Minibatches(rollouts[0], LEARN, team.device), p3.sequence_length * n
     sequences = {name: (value.float() if value.is_floating_point() else value).to(team.device)
                  for name, value in make_sequences(cfg, team, rollouts[1].dense(), 1.0)[0].items()}
-
-    def samples(size):
-        batch = random_batch(size, cfg, torch.Generator().manual_seed(0))
-        return {name: value.to(team.device) for name, value in batch.items()}, 1e3
-    return [learning(p1, team, model, WorldModelLoss(model, 2, p1.checkpointing), (4, 16), samples),
-            learning(p2, team, model, PPOLoss(model, p2), (32, 128), lambda b: (minibatches(np.arange(b) % steps), b)),
+    return [learning(p2, team, model, PPOLoss(model, p2), (32, 128), lambda b: (minibatches(np.arange(b) % steps), b)),
             learning(p3, team, model, ConstrainedLoss(model, p2, p3), (1, 4), lambda b: (
                 {name: value[np.arange(b) % n] for name, value in sequences.items()}, [100.0] * 3))]
 
@@ -221,6 +223,8 @@ def advise(cfg, speed, gb):
     for step in (*before, "all"):
         times = [sum(t.values()) if step == "all" else t[step] for t in (before, after)]
         yield f"{step:14s}" + "".join(f"{duration(t):>16s}" for t in times)
+    if times[1] > 0.95 * times[0]:
+        yield "the configuration suits this machine as it is"
 
 
 def add_options(parser):
