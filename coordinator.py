@@ -7,6 +7,7 @@
 
 Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
 """
+import functools
 import hashlib
 import json
 import os
@@ -20,13 +21,14 @@ from pathlib import Path
 from configs import ConfigError, to_dict
 from configs.command_line import parse
 from env.launch import die_with_parent
-from runtime.memory import PeakMemory
+from runtime.memory import PeakMemory, machine_memory, oom_kills
 from runtime.resources import claim
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
-BAD_INPUT = 2
+BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
+MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
 class Stop:
@@ -63,7 +65,8 @@ def resource_plan(cfg):
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs):")
+    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, memory budget {cfg.memory.budget_gb:g} GB "
+          f"of {machine_memory()[1] / 1024:.1f}):")
     print(f"  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():
         print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
@@ -94,24 +97,39 @@ def run_step(step, command, threads, stop):
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     print(f"\n==== {step}: {' '.join(command)}", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        marker = Path(place) / "bad-input"
-        environment["BAD_INPUT_FILE"] = str(marker)
+        marker, killed = Path(place) / "exit-code", oom_kills()
+        environment["EXIT_CODE_FILE"] = str(marker)
+        environment.setdefault("MEMORY_ROOT", str(os.getpid()))
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
         stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
         code = stop.child.wait()
         stop.child = None
-        return BAD_INPUT if code and marker.exists() else code
+        if code and marker.exists():
+            return int(marker.read_text())
+        return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
 
-def with_retries(step, command, threads, retries, stop):
-    """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself."""
-    for attempt in range(retries + 1):
-        code = run_step(step, command, threads, stop)
-        if code in (0, BAD_INPUT) or stop.asked:
+def with_retries(step, command, threads, retries, stop, parts=None, remember=None):
+    """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself.
+
+    A phase that ran out of memory goes on with half the micro-batch and twice the accumulation: `parts`, in how many
+    parts it works through a micro-batch (memory.split), is doubled, and `remember(parts)` called.
+    """
+    attempt = 0
+    while True:
+        code = run_step(step, [*command, f"memory.split={parts}"] if parts else command, threads, stop)
+        if code in (0, BAD_INPUT, MEMORY_STOP) or stop.asked:
             return code
-        if attempt < retries:
-            print(f"{step} failed with exit code {code}: trying again ({attempt + 1}/{retries})", flush=True)
-    return code
+        if code == OUT_OF_MEMORY and parts and parts < MOST_PARTS:
+            parts *= 2
+            remember(parts)
+            print(f"{step} ran out of memory: it goes on from its last checkpoint with its micro-batches in {parts} parts",
+                  flush=True)
+        elif attempt < retries:
+            attempt += 1
+            print(f"{step} failed with exit code {code}: trying again ({attempt}/{retries})", flush=True)
+        else:
+            return code
 
 
 def load_state(path, cfg):
@@ -123,6 +141,8 @@ def load_state(path, cfg):
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
+    if state.get("configuration") != digest:
+        state.pop("parts", None)
     if done and state.get("configuration") != digest:
         print("the configuration has changed: every step is run again and continues what it finds")
         done = {}
@@ -173,7 +193,11 @@ def pipeline(options, stop):
     folder = Path(cfg.run.folder) / cfg.run.name
     lock = claim(folder)  # noqa: F841  held until this process ends
     state = load_state(folder / "state.json", cfg)
-    plan, begun = resource_plan(cfg), time.time()
+    plan, begun, parts = resource_plan(cfg), time.time(), state.setdefault("parts", {})
+
+    def remember(step, number):
+        parts[step] = number
+        save_state(folder, state)
     state.update(command=" ".join(sys.argv), plan=plan)
     for step in steps_to_run(options, state, folder):
         if stop.asked:
@@ -183,13 +207,14 @@ def pipeline(options, stop):
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
         command = command_of(step, options, folder, plan)
-        code = with_retries(step, command, plan[step]["threads"], cfg.coordinator.retries, stop)
-        status = "stopped" if stop.asked else "failed" if code else "done"
+        own = (parts.get(step, cfg.memory.split), functools.partial(remember, step)) if step.startswith("phase") else ()
+        code = with_retries(step, command, plan[step]["threads"], cfg.coordinator.retries, stop, *own)
+        status = "stopped" if stop.asked or code == MEMORY_STOP else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
         if status == "stopped":
             print(f"\nstopped in {step}; everything is saved, the same command continues")
-            return 0
+            return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:
             print(f"\n{step} failed with exit code {code}; the same command continues here", file=sys.stderr)
             return code

@@ -26,7 +26,7 @@ from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
 from runtime.distributed import StopRequest, start_team, wrap
-from runtime.memory import tree_memory
+from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
@@ -38,7 +38,7 @@ from train_ddp import USER_ERRORS, advantages, optimiser_step
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "log_prob", "advantage", "return", "cost_return")
 
 
-def phase2(cfg, team, stop):
+def phase2(cfg, team, guard):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
     p, folder = cfg.phase2, run_folder(cfg)
     check_scenario(cfg, folder / "scenario")
@@ -59,17 +59,15 @@ def phase2(cfg, team, stop):
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
-        span = Span(pool.num_envs, team)
-        steps = steps_per_env(p, span, team)
-        imitate = c["epoch"] < p.imitate_iterations
-        driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast, imitate)
-        collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
-        boundary = True
+        boundary = fewer = True
         while c["epoch"] < p.iterations:
-            if imitate and c["epoch"] == p.imitate_iterations:
-                imitate = False
-                collector.driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast)
+            imitate = c["epoch"] < p.imitate_iterations
+            if fewer:  # workers than before
+                span = Span(pool.num_envs, team)
+                steps = steps_per_env(p, span, team)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
+                driver = make_driver(cfg, model, pool.num_envs, team.device, precision.autocast, imitate)
+                collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
@@ -80,16 +78,17 @@ def phase2(cfg, team, stop):
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), lr=p.lr,
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
-                           memory_mb=sum(tree_memory().values()))
-            asked = team.any(stop.asked)
-            boundary = (asked or c["epoch"] in (p.iterations, p.imitate_iterations)
+                           **guard.facts())
+            asked = guard.must_stop()
+            fewer = guard.fewer_workers and team.any(pool.retire_worker())
+            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best)
             if asked and c["epoch"] < p.iterations:
-                return team.say(f"stopped and saved after iteration {c['epoch']}; the same command continues")
+                return guard.leave(f"after iteration {c['epoch']}")
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
 
@@ -138,8 +137,9 @@ def update(cfg, team, span, progress, module, rollout, precision, imitate=False)
     for epoch in range(p.epochs):
         logs = []
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
-            arguments = minibatches(rows), p.minibatch_size / team.world, imitate  # DDP averages over ranks
-            log, norm, skipped = optimiser_step(module, [arguments], progress.optimizer, precision, p.clip_norm)
+            share = p.minibatch_size / team.world  # DDP averages over ranks
+            parts = [(minibatches(part), share, imitate) for part in np.array_split(rows, cfg.memory.split)]
+            log, norm, skipped = optimiser_step(module, parts, progress.optimizer, precision, p.clip_norm)
             c["updates"] += not skipped
             logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         passes.append(mean_logs(team, logs))
@@ -197,7 +197,7 @@ def main():
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
-        phase2(cfg, team, stop)
+        return phase2(cfg, team, MemoryGuard(cfg, team, stop))
     finally:
         team.close()
 

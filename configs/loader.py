@@ -188,6 +188,11 @@ def _cross_checks(c, path):
         if c.ddp.static_graph and getattr(c, name).accumulation > 1:
             wrong.append(f"ddp.static_graph=true with {name}.accumulation={getattr(c, name).accumulation}: "
                          "PyTorch loses gradients when both are on; switch one off")
+    if c.ddp.static_graph and c.memory.split > 1:
+        wrong.append(f"ddp.static_graph=true with memory.split={c.memory.split}: PyTorch loses gradients")
+    if not c.memory.soft < c.memory.high < c.memory.hard or c.memory.gpu_soft_gb > c.memory.gpu_hard_gb:
+        wrong.append(f"memory.soft={c.memory.soft}, high={c.memory.high}, hard={c.memory.hard}, gpu_soft_gb="
+                     f"{c.memory.gpu_soft_gb}, gpu_hard_gb={c.memory.gpu_hard_gb}: must rise")
     if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
         wrong.append(f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
                      f"2 to env.max_vehicles={c.env.max_vehicles}")

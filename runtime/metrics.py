@@ -58,7 +58,15 @@ VOCABULARY = {
     "time_graph": "seconds of a worker building observations",
     "time_idle": "seconds of a worker waiting for orders",
     "time_learn": "seconds spent learning",
-    "memory_mb": "memory of this process and its children (PSS), MB",
+    "memory_mb": "memory of all processes of the run on this machine (PSS), MB",
+    "memory_learner_mb": "of it the learners' and their data loaders', MB",
+    "memory_worker_mb": "of it the rollout workers', MB",
+    "memory_sumo_mb": "of it the simulators', MB",
+    "memory_other_mb": "of it the rest's: coordinator, torchrun, MB",
+    "memory_share": "memory in use, without pages of files, as share of the tightest limit (memory.budget_gb)",
+    "gpu_allocated_mb": "tensors of the first learner on its GPU, MB",
+    "gpu_reserved_mb": "what PyTorch keeps there for them, MB",
+    "gpu_peak_mb": "the most of `gpu_allocated_mb` since the record before, MB",
 }
 SHOWN = ("stage", "loss", "loss_held_out", "rmse_position", "rmse_position_cv", "return", "reward", "c_int",
          "multiplier", "limit", "ocr", "released", "kl", "env_steps_per_s", "samples_per_s", "memory_mb")
