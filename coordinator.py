@@ -7,7 +7,6 @@
 
 Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
 """
-import functools
 import hashlib
 import json
 import os
@@ -65,8 +64,8 @@ def resource_plan(cfg):
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, memory budget {cfg.memory.budget_gb:g} GB "
-          f"of {machine_memory()[1] / 1024:.1f}):")
+    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, {machine_memory()[1] / 1024:.1f} GB; "
+          f"phases 1 to 3 may need {cfg.memory.budget_gb:g} GB):")
     print(f"  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():
         print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
@@ -109,21 +108,24 @@ def run_step(step, command, threads, stop):
         return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
 
-def with_retries(step, command, threads, retries, stop, parts=None, remember=None):
+def with_retries(step, command, threads, cfg, stop, state, folder):
     """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself.
 
-    A phase that ran out of memory goes on with half the micro-batch and twice the accumulation: `parts`, in how many
-    parts it works through a micro-batch (memory.split), is doubled, and `remember(parts)` called.
+    A phase that ran out of memory goes on with half the micro-batch and twice the accumulation, now and later:
+    `state["parts"]` remembers in how many parts it works through a micro-batch (memory.split).
     """
-    attempt = 0
+    attempt, retries, parts = 0, cfg.coordinator.retries, state["parts"]
     while True:
-        code = run_step(step, [*command, f"memory.split={parts}"] if parts else command, threads, stop)
+        split = [f"memory.split={parts[step]}"] if step in parts else []
+        code = run_step(step, [*command, *split], threads, stop)
         if code in (0, BAD_INPUT, MEMORY_STOP) or stop.asked:
             return code
-        if code == OUT_OF_MEMORY and parts and parts < MOST_PARTS:
-            parts *= 2
-            remember(parts)
-            print(f"{step} ran out of memory: it goes on from its last checkpoint with its micro-batches in {parts} parts",
+        cut = 2 * parts.get(step, cfg.memory.split)
+        may_cut = step.startswith("phase") and cut <= MOST_PARTS and not cfg.ddp.static_graph
+        if code == OUT_OF_MEMORY and may_cut:
+            parts[step] = cut
+            save_state(folder, state)
+            print(f"{step} ran out of memory: it goes on from its last checkpoint, each micro-batch in {cut} parts",
                   flush=True)
         elif attempt < retries:
             attempt += 1
@@ -141,12 +143,11 @@ def load_state(path, cfg):
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
-    if state.get("configuration") != digest:
-        state.pop("parts", None)
+    parts = state.get("parts", {}) if state.get("configuration") == digest else {}
     if done and state.get("configuration") != digest:
         print("the configuration has changed: every step is run again and continues what it finds")
         done = {}
-    return {**state, "configuration": digest, "steps": done}
+    return {**state, "configuration": digest, "steps": done, "parts": parts}
 
 
 def steps_to_run(options, state, folder):
@@ -193,11 +194,7 @@ def pipeline(options, stop):
     folder = Path(cfg.run.folder) / cfg.run.name
     lock = claim(folder)  # noqa: F841  held until this process ends
     state = load_state(folder / "state.json", cfg)
-    plan, begun, parts = resource_plan(cfg), time.time(), state.setdefault("parts", {})
-
-    def remember(step, number):
-        parts[step] = number
-        save_state(folder, state)
+    plan, begun = resource_plan(cfg), time.time()
     state.update(command=" ".join(sys.argv), plan=plan)
     for step in steps_to_run(options, state, folder):
         if stop.asked:
@@ -207,8 +204,7 @@ def pipeline(options, stop):
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
         command = command_of(step, options, folder, plan)
-        own = (parts.get(step, cfg.memory.split), functools.partial(remember, step)) if step.startswith("phase") else ()
-        code = with_retries(step, command, plan[step]["threads"], cfg.coordinator.retries, stop, *own)
+        code = with_retries(step, command, plan[step]["threads"], cfg, stop, state, folder)
         status = "stopped" if stop.asked or code == MEMORY_STOP else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)

@@ -243,7 +243,7 @@ def phase3(cfg, team, guard):
             c["last_cost"] = summary["c_int"]
             asked = guard.must_stop()
             spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
-            fewer = guard.fewer_workers and spare and pool.retire_worker()
+            fewer = spare and guard.give_up_worker(pool)
             boundary = asked or fewer or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
                 progress.save(best=True)

@@ -80,7 +80,7 @@ def phase2(cfg, team, guard):
                            env_steps=c["env_steps"], updates=c["updates"], time_learn=time.perf_counter() - start,
                            **guard.facts())
             asked = guard.must_stop()
-            fewer = guard.fewer_workers and team.any(pool.retire_worker())
+            fewer = guard.give_up_worker(pool)
             boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:

@@ -135,8 +135,8 @@ class RolloutConfig:
 
 @dataclass
 class MemoryConfig:
-    budget_gb: float = opt(15.0, "what all processes of a run may need on one machine, files' pages left out, GB; the "
-                                 "control group's limit and the machine's memory count where they are tighter", low=0.01)
+    budget_gb: float = opt(15.0, "what a run's processes on a machine may need, without pages of files, GB; a control "
+                           "group's limit and the machine's memory count too", low=0.01)
     soft: float = opt(0.80, "share of it above which caches are dropped", low=0.01, high=1)
     high: float = opt(0.90, "above it each learner gives up one rollout worker per iteration", low=0.01, high=1)
     hard: float = opt(0.96, "above it the run saves and stops with exit code 3", low=0.01, high=1)

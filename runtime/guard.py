@@ -9,8 +9,8 @@ decide together:
         return guard.leave("after epoch 3")     # exit code 0, or 3 when memory is the reason
 """
 import gc
-import os
 import signal
+import threading
 import time
 
 import torch
@@ -73,8 +73,7 @@ class Gpu:
 
 
 class MemoryGuard(Sampler):
-    """See above. `fewer_workers` says whether to give up a rollout worker now; functions in `caches` are called to drop
-    what can be read again. `gpu`: stands in for Gpu in tests."""
+    """See above. Functions in `caches` are called to drop what can be read again; `gpu` is a Gpu or the like."""
 
     def __init__(self, cfg, team, stop, gpu=None):
         super().__init__(cfg.memory.every_s)
@@ -84,12 +83,16 @@ class MemoryGuard(Sampler):
         self.fewer_workers, self.may_split = False, not cfg.ddp.static_graph
         self.gpu = gpu or (Gpu(team.device, m.gpu_fraction) if team.device.type == "cuda" else None)
         self.gpu_pause, self.memory, self.table = 0.0, {}, ""
+        self.lock = threading.Lock()
         if team.local_rank == 0:
-            self.sample()
             self.start()
 
     def sample(self):
         """Measure the tree; say who uses what whenever the level rises."""
+        with self.lock:  # `facts` samples as well
+            self._sample()
+
+    def _sample(self):
         m, found = self.settings, [(*proportional_mb(pid), component(pid), pid) for pid in process_tree(self.root)]
         share, used, most, whose = tightest(sum(own for _, own, _, _ in found), 1024 * m.budget_gb)
         level = next_level(self.level, share, (m.soft, m.high, m.hard), m.hysteresis)
@@ -117,6 +120,13 @@ class MemoryGuard(Sampler):
         self.exit_code = MEMORY_STOP if hard and not asked else 0
         return asked or hard
 
+    def give_up_worker(self, pool):
+        """At an iteration's end, after `must_stop`: whether any rank's pool is smaller now, so that all begin anew."""
+        fewer = self.fewer_workers and self.team.any(pool.retire_worker())
+        if fewer:
+            self.team.say(f"memory: {pool.num_workers} rollout workers left; a resumed run starts with all again")
+        return fewer
+
     def _mind_gpu(self):
         """Empty the cache above the first threshold, cut micro-batches in two above the second; then wait and see."""
         m, reserved = self.settings, self.gpu.reserved_gb()
@@ -130,7 +140,9 @@ class MemoryGuard(Sampler):
               f"{m.split} parts", flush=True)
 
     def facts(self):
-        """Memory for the metrics, as of the last sample."""
+        """Memory for the metrics, now."""
+        if self.team.local_rank == 0:
+            self.sample()
         return {**self.memory, **(self.gpu.facts() if self.gpu is not None else {})}
 
     def leave(self, where):

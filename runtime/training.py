@@ -189,7 +189,7 @@ OUT_OF_MEMORY = 4  # exit code
 
 
 def run_script(main, user_errors):
-    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4, everything
+    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4; all
     else is a traceback and 1."""
     try:
         return note(main() or 0)
@@ -203,7 +203,7 @@ def run_script(main, user_errors):
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
             raise
         traceback.print_exc()
-        print("error: out of memory; memory.split=2 (or 4, ...) needs less and learns the same", file=sys.stderr, flush=True)
+        print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
         return note(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

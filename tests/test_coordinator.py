@@ -21,8 +21,8 @@ def steps(tmp_path, monkeypatch):
         codes, stop.asked = list(codes), stop_in == "before"
         names.clear()
 
-        def noted(step, *_):
-            names.append(step)
+        def noted(step, command, *_):
+            names.append(step + "".join(f" {word}" for word in command if word.startswith("memory.")))
             (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
             stop.asked = stop.asked or step == stop_in
             return codes.pop(0) if codes else 0
@@ -37,6 +37,27 @@ def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
     assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
     assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
     assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
+
+
+def test_phase_without_memory_goes_on_with_smaller_micro_batches(steps):
+    """Half of it each time, which is no retry, and remembered; other steps are only tried again."""
+    assert steps("--only", "phase1", codes=[4, 4, 1, 0]) == (
+        0, ["phase1", "phase1 memory.split=2", "phase1 memory.split=4", "phase1 memory.split=4"])
+    assert steps("--only", "phase1") == (0, ["phase1 memory.split=4"])
+    assert steps("--only", "phase3") == (0, ["phase3"])
+    code, names = steps("--only", "phase2", codes=[4] * 9)
+    assert code == 4 and names[4:] == ["phase2 memory.split=16"] * 2  # bounded
+    assert steps("--only", "collect", codes=[4, 0]) == (0, ["collect", "collect"])
+    assert steps("--only", "phase1", "phase1.batch_size=2") == (0, ["phase1"])  # another configuration
+    assert steps("--only", "phase1", "ddp.static_graph=true", "phase3.accumulation=1", codes=[4, 0]) == (
+        0, ["phase1", "phase1"])
+
+
+def test_guards_stop_is_passed_on_and_continued(steps):
+    everything = list(coordinator.STEPS)
+    assert steps(codes=[0, 0, 0, 3]) == (3, everything[:4])
+    assert json.loads(Path("runs/smoke/state.json").read_text())["steps"]["phase2"]["status"] == "stopped"
+    assert steps() == (0, everything[3:])
 
 
 def test_steps_follow_one_another_and_are_not_repeated(steps):
