@@ -93,7 +93,8 @@ class MemoryGuard(Sampler):
             self._sample()
 
     def _sample(self):
-        m, found = self.settings, [(*proportional_mb(pid), component(pid), pid) for pid in process_tree(self.root)]
+        m, tree = self.settings, process_tree(self.root)
+        found = [row for row in ((*proportional_mb(pid), component(pid), pid) for pid in tree) if row[0]]
         share, used, most, whose = tightest(sum(own for _, own, _, _ in found), 1024 * m.budget_gb)
         level = next_level(self.level, share, (m.soft, m.high, m.hard), m.hysteresis)
         self.memory = {"memory_mb": sum(pss for pss, *_ in found), "memory_share": share}
@@ -124,7 +125,7 @@ class MemoryGuard(Sampler):
         """At an iteration's end, after `must_stop`: whether any rank's pool is smaller now, so that all begin anew."""
         fewer = self.fewer_workers and self.team.any(pool.retire_worker())
         if fewer:
-            self.team.say(f"memory: {pool.num_workers} rollout workers left; a resumed run starts with all again")
+            self.team.say(f"memory: {pool.num_workers} rollout workers left of each learner; a new start has all again")
         return fewer
 
     def _mind_gpu(self):

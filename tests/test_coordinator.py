@@ -1,5 +1,6 @@
 """coordinator.py: the order of the steps, what is repeated and what is not; the steps themselves do not run here."""
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,17 @@ def test_phase_without_memory_goes_on_with_smaller_micro_batches(steps):
     assert steps("--only", "phase1", "phase1.batch_size=2") == (0, ["phase1"])  # another configuration
     assert steps("--only", "phase1", "ddp.static_graph=true", "phase3.accumulation=1", codes=[4, 0]) == (
         0, ["phase1", "phase1"])
+
+
+@pytest.mark.parametrize("program, kills, expected", [
+    ("raise SystemExit(1)", 0, 1), ("raise SystemExit(1)", 1, 4), ("pass", 1, 0),
+    ("import os, pathlib; pathlib.Path(os.environ['EXIT_CODE_FILE']).write_text('3'); raise SystemExit(1)", 1, 3)])
+def test_exit_code_of_a_step_is_its_own_word_or_the_kernels(monkeypatch, program, kills, expected):
+    """torchrun turns every failure into 1; a process killed for want of memory says nothing at all."""
+    counter = iter([7, 7 + kills])
+    monkeypatch.setattr(coordinator, "oom_kills", lambda: next(counter))
+    stop = SimpleNamespace(asked=False, child=None)
+    assert coordinator.run_step("phase1", [sys.executable, "-c", program], 1, stop) == expected
 
 
 def test_guards_stop_is_passed_on_and_continued(steps):

@@ -12,15 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from configs import Config
+from configs import Config, load_config
 from env.workers import make_pool
 from models.policy import Driver
 from runtime import checkpoint, guard as guard_module
 from runtime.distributed import Team
 from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
-from runtime.metrics import VOCABULARY
+from runtime.metrics import VOCABULARY, read_metrics
 from runtime.rollout import Collector
+from train_ddp import phase3
+from train_rl import phase2
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Team(0, 1, 0, 1, torch.device("cpu"))
@@ -45,9 +47,12 @@ def guarded(monkeypatch):
     monkeypatch.setattr(MemoryGuard, "start", lambda self: None)  # the test samples
 
     def build(shares=(), cfg=None, **more):
-        shares = iter(shares)
-        monkeypatch.setattr(guard_module, "tightest", lambda used, most: (next(shares), used, most, "a limit"))
-        stop = SimpleNamespace(asked=False)
+        shares, stop = iter(shares), SimpleNamespace(asked=False, used=[])
+
+        def measured(used, most):
+            stop.used.append(used)
+            return next(shares), used, most, "a limit"
+        monkeypatch.setattr(guard_module, "tightest", measured)
         return MemoryGuard(cfg or Config(), ALONE, stop, **more), stop
     return build
 
@@ -89,8 +94,9 @@ def test_peak_between_two_questions_counts(guarded):
 
 
 def test_facts_are_in_the_vocabulary_and_add_up(guarded):
-    guard, _ = guarded([0.5])
+    guard, stop = guarded([0.5])
     facts = guard.facts()
+    assert facts["memory_mb"] - 300 < stop.used[0] < facts["memory_mb"] - 1  # pages of files are no pressure
     assert set(facts) < set(VOCABULARY) and facts["memory_share"] == 0.5
     assert facts["memory_mb"] == pytest.approx(sum(facts[f"memory_{role}_mb"]
                                                    for role in ("learner", "worker", "sumo", "other")))
@@ -161,11 +167,11 @@ def pool_of(scenarios):
 
 
 def collected(pool, model, iteration, during=lambda: None):
-    """What a rollout of 12 steps holds and how many steps were lost."""
+    """What a rollout of 6 steps holds and how many steps were lost."""
     collector = Collector(pool, Driver(model, pool.num_envs, 40), 7, 2)
     collector.begin(iteration)
     during()
-    rollout, facts = collector.collect(12)
+    rollout, facts = collector.collect(6)
     return {name: rollout[name] for name in (*rollout.fixed, *rollout.tables)}, facts["lost_steps"]
 
 
@@ -176,17 +182,16 @@ def same(one, other):
 def test_shrunk_pool_collects_what_a_small_one_does(pool_of, models):
     """Also after one of its workers was replaced, which must find its places in a block made for more."""
     shrunk, small = pool_of(3, 2), pool_of(2, 2)
-    collected(shrunk, models["small"], 0)
+    shrunk.reset(range(6))
     gone = shrunk.processes[2]
     assert shrunk.retire_worker() and gone.returncode == 0
     assert (shrunk.num_workers, shrunk.num_envs, shrunk.groups) == (2, 4, [[0, 2], [1, 3]])
     (rows, lost), (expected, _) = collected(shrunk, models["small"], 3), collected(small, models["small"], 3)
-    assert rows["reward"].shape == (12, 4) and lost == 0 and same(rows, expected)
+    assert rows["reward"].shape == (6, 4) and lost == 0 and same(rows, expected)
     _, lost = collected(shrunk, models["small"], 4, lambda: os.kill(shrunk.processes[1].pid, signal.SIGKILL))
     assert lost > 0
     assert same(collected(shrunk, models["small"], 5)[0], collected(small, models["small"], 5)[0])
     assert shrunk.retire_worker() and not shrunk.retire_worker() and shrunk.groups == [[0], [1]]
-    assert collected(shrunk, models["small"], 6)[0]["reward"].shape == (12, 2)
 
 
 def test_simulators_die_before_workers_and_workers_before_learners(pool_of):
@@ -249,7 +254,23 @@ def test_parts_of_a_micro_batch_add_up_to_it(parts):
     torch.testing.assert_close(got, expected)
 
 
-# ---- command lines -------------------------------------------------------------------------------------------------
+# ---- phases 2 and 3, command lines -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("phase", [phase2, phase3])
+def test_phase_goes_on_with_fewer_workers_and_stops_saved(guarded, tmp_path, monkeypatch, phase):
+    monkeypatch.chdir(tmp_path)
+    cfg = load_config("configs/smoke.yaml", [
+        "run.device=cpu", "rollout.num_envs_per_worker=1", "phase2.iterations=9", "phase2.train_batch_size=20",
+        "phase3.epochs=9", "phase2.checkpoint_every=9", "phase3.checkpoint_every=9"])
+    guard, _ = guarded([0.5, 0.92, 0.6, 0.97], cfg)
+    assert phase(cfg, ALONE, guard) == 3
+    done = lambda: [row["env_steps"] for row in read_metrics("runs/smoke/metrics.jsonl")]  # noqa: E731
+    assert done() == [40, 80, 100, 120]
+    guard, stop = guarded([0.5], cfg)
+    stop.asked = True
+    assert phase(cfg, ALONE, guard) == 0  # the same command continues, with all workers
+    assert done() == [40, 80, 100, 120, 160]
+
 
 OUT_OF_MEMORY_ONCE = """
 import sys
