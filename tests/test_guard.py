@@ -1,6 +1,7 @@
 """runtime/guard.py: watermarks, what each of them gives up, smaller pools, and the exit codes of the command lines."""
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import coordinator
 from configs import Config, load_config
 from env.workers import make_pool
 from models.policy import Driver
@@ -254,7 +256,7 @@ def test_parts_of_a_micro_batch_add_up_to_it(parts):
     torch.testing.assert_close(got, expected)
 
 
-# ---- phases 2 and 3, command lines -------------------------------------------------------------------------------------------------
+# ---- phases 2 and 3, command lines ----------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("phase", [phase2, phase3])
 def test_phase_goes_on_with_fewer_workers_and_stops_saved(guarded, tmp_path, monkeypatch, phase):
@@ -264,36 +266,36 @@ def test_phase_goes_on_with_fewer_workers_and_stops_saved(guarded, tmp_path, mon
         "phase3.epochs=9", "phase2.checkpoint_every=9", "phase3.checkpoint_every=9"])
     guard, _ = guarded([0.5, 0.92, 0.6, 0.97], cfg)
     assert phase(cfg, ALONE, guard) == 3
-    done = lambda: [row["env_steps"] for row in read_metrics("runs/smoke/metrics.jsonl")]  # noqa: E731
-    assert done() == [40, 80, 100, 120]
-    guard, stop = guarded([0.5], cfg)
-    stop.asked = True
-    assert phase(cfg, ALONE, guard) == 0  # the same command continues, with all workers
-    assert done() == [40, 80, 100, 120, 160]
+    assert [row["env_steps"] for row in read_metrics("runs/smoke/metrics.jsonl")] == [40, 80, 100, 120]
+    assert checkpoint.load(f"runs/smoke/{phase.__name__}")["epoch"] == 4
 
 
 OUT_OF_MEMORY_ONCE = """
 import sys
 if sys.argv and sys.argv[0].endswith("train_rl.py") and "memory.split=2" not in sys.argv:
     import torch
-    def step(*_, **__):
+    def want(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
-    torch.optim.Adam.step = step
+    torch.optim.Adam.__init__ = want
 """
 
 
-def test_want_of_memory_is_survived_and_a_tiny_budget_is_a_saved_stop(tmp_path):
+def test_want_of_memory_is_survived_and_a_tiny_budget_is_a_saved_stop(tmp_path, monkeypatch, capfd):
     """The coordinator halves the micro-batch when a phase runs out of memory, remembers it, and passes on the guard's
-    exit code 3."""
+    exit code 3. Its own process counts as a part of the tree."""
     (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_ONCE)
-    words = ["--config", str(ROOT / "configs/smoke.yaml"), "--only", "phase2", "run.device=cpu", "run.threads=1",
-             "rollout.num_workers=0", "rollout.num_envs_per_worker=1", "memory.budget_gb=0.1"]
-    done = subprocess.run([sys.executable, str(ROOT / "coordinator.py"), *words], cwd=tmp_path, text=True, timeout=300,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 3, done.stderr
-    assert "error: out of memory" in done.stderr and "phase2 ran out of memory" in done.stdout
-    assert "largest: train_rl (pid " in done.stdout and "coordinator  " in done.stdout
-    state = json.loads((tmp_path / "runs/smoke/state.json").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(coordinator, "resource_plan", lambda cfg: {"phase2": {"processes": 1, "threads": 1}})
+    options = coordinator.parse("", ["--config", "configs/smoke.yaml", "--only", "phase2", "run.device=cpu",
+                                     "run.threads=1", "rollout.num_workers=0", "rollout.num_envs_per_worker=1",
+                                     "memory.budget_gb=0.1"], coordinator.add_options)
+    assert coordinator.pipeline(options, SimpleNamespace(asked=False, child=None)) == 3
+    out, err = capfd.readouterr()
+    assert "error: out of memory" in err and "phase2 ran out of memory" in out
+    largest, = re.findall("largest: .*", out)
+    assert f"(pid {os.getpid()})" in largest and "train_rl (pid " in largest
+    state = json.loads(Path("runs/smoke/state.json").read_text())
     assert state["parts"] == {"phase2": 2} and state["steps"]["phase2"]["status"] == "stopped"
-    saved = checkpoint.load(tmp_path / "runs/smoke/phase2")
+    saved = checkpoint.load("runs/smoke/phase2")
     assert saved["epoch"] == 1 and saved["config"]["memory"]["split"] == 2
