@@ -106,7 +106,7 @@ def test_copies_are_dropped_when_memory_is_short_in_other_processes_too(made):
     def other():
         while (row := there.recv()) is not None:
             there.send(read(row))
-    process = multiprocessing.get_context("fork").Process(target=other)  # as the loader's
+    process = multiprocessing.get_context("fork").Process(target=other, daemon=True)  # as the loader's
     process.start()
     ask = lambda row: (here.send(row), here.recv())[1]  # noqa: E731
     before = [read(0), read(8)]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import coordinator
-from configs import Config, load_config
+from configs import Config, ConfigError, load_config
 from env.workers import make_pool
 from models.policy import Driver
 from runtime import checkpoint, guard as guard_module
@@ -23,6 +23,7 @@ from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.rollout import Collector
+from runtime.training import run_script
 from train_ddp import phase3
 from train_rl import phase2
 
@@ -268,6 +269,20 @@ def test_phase_goes_on_with_fewer_workers_and_stops_saved(guarded, tmp_path, mon
     assert phase(cfg, ALONE, guard) == 3
     assert [row["env_steps"] for row in read_metrics("runs/smoke/metrics.jsonl")] == [40, 80, 100, 120]
     assert checkpoint.load(f"runs/smoke/{phase.__name__}")["epoch"] == 4
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate")])
+def test_want_of_memory_has_its_own_exit_code(tmp_path, monkeypatch, capsys, error):
+    """Also under torchrun, which passes on 1."""
+    monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "code"))
+
+    def main(error=error):
+        raise error
+    assert run_script(main, (ConfigError,)) == 4 and (tmp_path / "code").read_text() == "4"
+    assert "memory.split=2" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="another"):
+        run_script(lambda: main(RuntimeError("another")), (ConfigError,))
 
 
 OUT_OF_MEMORY_ONCE = """
