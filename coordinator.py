@@ -139,14 +139,14 @@ def load_state(path, cfg):
     there is to continue."""
     try:
         state = json.loads(path.read_text()) if path.exists() else {}
-        done = dict(state.get("steps", {}))
+        done, parts = dict(state.get("steps", {})), dict(state.get("parts", {}))
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
-    parts = state.get("parts", {}) if state.get("configuration") == digest else {}
-    if done and state.get("configuration") != digest:
-        print("the configuration has changed: every step is run again and continues what it finds")
-        done = {}
+    if state.get("configuration") != digest:
+        if done:
+            print("the configuration has changed: every step is run again and continues what it finds")
+        done, parts = {}, {}
     return {**state, "configuration": digest, "steps": done, "parts": parts}
 
 

@@ -8,6 +8,7 @@ decide together:
         progress.save()
         return guard.leave("after epoch 3")     # exit code 0, or 3 when memory is the reason
 """
+import atexit
 import gc
 import signal
 import threading
@@ -86,6 +87,7 @@ class MemoryGuard(Sampler):
         self.lock = threading.Lock()
         if team.local_rank == 0:
             self.start()
+            atexit.register(self.end)  # a thread that prints while Python shuts down would abort it
 
     def sample(self):
         """Measure the tree; say who uses what whenever the level rises."""

@@ -134,6 +134,12 @@ class Sampler(threading.Thread):
         while not self.done.wait(self.every_s):
             self.sample()
 
+    def end(self):
+        """Stop sampling and wait until it has."""
+        self.done.set()
+        if self.is_alive():
+            self.join()
+
 
 class PeakMemory(Sampler):
     """Samples the tree of this process in the background; `peak` MB and its table `at_peak` {component: MB}."""
