@@ -20,13 +20,14 @@ from pathlib import Path
 from configs import ConfigError, console, to_dict
 from configs.command_line import parse
 from env.launch import die_with_parent
-from runtime.memory import PeakMemory
+from runtime.memory import PeakMemory, machine_memory, oom_kills
 from runtime.resources import claim
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
-BAD_INPUT = 2
+BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
+MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
 class Stop:
@@ -63,7 +64,8 @@ def resource_plan(cfg):
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs):")
+    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, {machine_memory()[1] / 1024:.1f} GB; "
+          f"phases 1 to 3 may need {cfg.memory.budget_gb:g} GB):")
     print(f"  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():
         print(f"  {step:12s}" + "".join(f"{row.get(c, '-'):>17}" for c in columns))
@@ -104,24 +106,42 @@ def run_step(step, command, threads, stop):
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
     print(f"\n==== {step}: {' '.join(command)}", flush=True)
     with tempfile.TemporaryDirectory() as place:
-        marker = Path(place) / "bad-input"
-        environment["BAD_INPUT_FILE"] = str(marker)
+        marker, killed = Path(place) / "exit-code", oom_kills()
+        environment["EXIT_CODE_FILE"] = str(marker)
+        environment.setdefault("MEMORY_ROOT", str(os.getpid()))
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
         stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
         code = stop.child.wait()
         stop.child = None
-        return BAD_INPUT if code and marker.exists() else code
+        if code and marker.exists():
+            return int(marker.read_text())
+        return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
 
-def with_retries(step, command, threads, retries, stop):
-    """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself."""
-    for attempt in range(retries + 1):
-        code = run_step(step, command, threads, stop)
-        if code in (0, BAD_INPUT) or stop.asked:
+def with_retries(step, command, threads, cfg, stop, state, folder):
+    """`run_step`, again after a failure that is neither bad input nor a stop; every phase resumes by itself.
+
+    A phase that ran out of memory goes on with half the micro-batch and twice the accumulation, now and later:
+    `state["parts"]` remembers in how many parts it works through a micro-batch (memory.split).
+    """
+    attempt, retries, parts = 0, cfg.coordinator.retries, state["parts"]
+    while True:
+        split = [f"memory.split={parts[step]}"] if step in parts else []
+        code = run_step(step, [*command, *split], threads, stop)
+        if code in (0, BAD_INPUT, MEMORY_STOP) or stop.asked:
             return code
-        if attempt < retries:
-            print(f"{step} failed with exit code {code}: trying again ({attempt + 1}/{retries})", flush=True)
-    return code
+        cut = 2 * parts.get(step, cfg.memory.split)
+        may_cut = step.startswith("phase") and cut <= MOST_PARTS and not cfg.ddp.static_graph
+        if code == OUT_OF_MEMORY and may_cut:
+            parts[step] = cut
+            save_state(folder, state)
+            print(f"{step} ran out of memory: it goes on from its last checkpoint, each micro-batch in {cut} parts",
+                  flush=True)
+        elif attempt < retries:
+            attempt += 1
+            print(f"{step} failed with exit code {code}: trying again ({attempt}/{retries})", flush=True)
+        else:
+            return code
 
 
 def load_state(path, cfg):
@@ -129,14 +149,15 @@ def load_state(path, cfg):
     there is to continue."""
     try:
         state = json.loads(path.read_text()) if path.exists() else {}
-        done = dict(state.get("steps", {}))
+        done, parts = dict(state.get("steps", {})), dict(state.get("parts", {}))
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
-    if done and state.get("configuration") != digest:
-        print("the configuration has changed: every step is run again and continues what it finds")
-        done = {}
-    return {**state, "configuration": digest, "steps": done}
+    if state.get("configuration") != digest:
+        if done:
+            print("the configuration has changed: every step is run again and continues what it finds")
+        done, parts = {}, {}
+    return {**state, "configuration": digest, "steps": done, "parts": parts}
 
 
 def steps_to_run(options, state, folder):
@@ -193,13 +214,13 @@ def pipeline(options, stop):
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
         command = command_of(step, options, folder, plan)
-        code = with_retries(step, command, plan[step]["threads"], cfg.coordinator.retries, stop)
-        status = "stopped" if stop.asked else "failed" if code else "done"
+        code = with_retries(step, command, plan[step]["threads"], cfg, stop, state, folder)
+        status = "stopped" if stop.asked or code == MEMORY_STOP else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
         if status == "stopped":
             print(f"\nstopped in {step}; everything is saved; {console.again()}")
-            return 0
+            return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:
             print(f"\n{step} failed with exit code {code}; {console.again()} here", file=sys.stderr)
             return code

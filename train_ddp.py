@@ -36,7 +36,7 @@ from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
 from runtime.checkpoint import CheckpointError
 from runtime.distributed import StopRequest, start_team, wrap
-from runtime.memory import tree_memory
+from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.rollout import Collector
@@ -75,7 +75,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
 
 # ---- phase 1: world model on recorded traffic ------------------------------------------------------------------
 
-def phase1(cfg, team, stop):
+def phase1(cfg, team, guard):
     """Train risk GNN and world model; controller and shield stay frozen."""
     p, folder = cfg.phase1, run_folder(cfg)
     data, options = open_data(cfg, team), (cfg.data.open_chunks, cfg.data.cache_mb, cfg.data.cache_timeout_s)
@@ -105,6 +105,7 @@ def phase1(cfg, team, stop):
     metrics.drop_after(c["epoch"])
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
+    guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
     module, stage = None, None
     while c["epoch"] < p.epochs:
         if stage != (1 if c["epoch"] < p.stage1_epochs else 2):
@@ -114,22 +115,22 @@ def phase1(cfg, team, stop):
             module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
         # The position is kept in samples of all ranks together, so another number of ranks continues at the same one.
         sampler.epoch, sampler.done = c["epoch"], c["samples"]
-        start, log = time.perf_counter(), train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
+        start, log = time.perf_counter(), train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch)
         if log is None:
-            return
+            return guard.leave(f"in epoch {c['epoch'] + 1}")
         facts = validate(cfg, team, module, held_out, stage)
         c["epoch"], c["samples"] = c["epoch"] + 1, 0
         reduce_on_plateau(c, stage, facts["loss_held_out"], p)
         best = stage == 2 and facts["loss_held_out"] < c["best"]
         c["best"] = facts["loss_held_out"] if best else c["best"]
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
-                       memory_mb=sum(tree_memory().values()), time_learn=time.perf_counter() - start)
+                       **guard.facts(), time_learn=time.perf_counter() - start)
         progress.save(best)
     team.say(f"phase 1 finished: {folder / 'phase1'}")
 
 
-def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch):
-    """The rest of one epoch. Returns its means, or None after a stop request, when everything is saved."""
+def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch):
+    """The rest of one epoch. Returns its means, or None when it must stop and everything is saved."""
     p, c, window, logs, start, samples, bad = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0, []
     for batch in loader:
         bad += bad_rows(loader.dataset, batch) if batch["bad"].any() else []
@@ -143,17 +144,15 @@ def train_epoch(cfg, team, stop, progress, module, loader, precision, per_epoch)
         rate = learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps)
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
-        micro_batches = [(w, share) for w in window]
+        micro_batches = split([(w, share) for w in window], cfg.memory.split)
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         seen = team.world * p.batch_size * len(window)
         samples, c["samples"] = samples + seen, c["samples"] + seen
         c["updates"], window = c["updates"] + (not skipped), []
         console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], per_epoch * seen, always=False)
-        if team.any(stop.asked):
-            progress.save()
-            team.say(f"stopped and saved in epoch {c['epoch'] + 1}; {console.again()}")
-            return None
+        if guard.must_stop():
+            return progress.save()
     if not logs:  # stopped exactly at the end of this epoch
         return {}
     return {**mean_logs(team, logs), "samples_per_s": samples / (time.perf_counter() - start),
@@ -195,7 +194,7 @@ def leave_out(cfg, team, bad):
 
 # ---- phase 3: constrained optimisation on live SUMO ------------------------------------------------------------
 
-def phase3(cfg, team, stop):
+def phase3(cfg, team, guard):
     """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
     p, folder = cfg.phase3, run_folder(cfg)
     check_scenario(cfg, folder / "scenario")
@@ -220,14 +219,14 @@ def phase3(cfg, team, stop):
     module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
-        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
-        collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
         team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; "
                  f"global batch {team.world} x {p.batch_size} x accumulation {p.accumulation} = "
                  f"{team.world * p.batch_size * p.accumulation} sequences of {p.sequence_length} steps")
         boundary = True
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
+                driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
+                collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)
             start = time.perf_counter()
@@ -237,17 +236,19 @@ def phase3(cfg, team, stop):
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + summary.pop("steps")
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
-                           time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
+                           time_learn=time.perf_counter() - start, **guard.facts())
             c["multiplier"], c["integral"] = objectives.pid_multiplier(
                 c["integral"], summary["c_int"], c["last_cost"], limit, p.multiplier_lr, p.multiplier_proportional,
                 p.multiplier_derivative, p.multiplier_max)
             c["last_cost"] = summary["c_int"]
-            asked = team.any(stop.asked)
-            boundary = asked or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
+            asked = guard.must_stop()
+            spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
+            fewer = spare and guard.give_up_worker(pool)
+            boundary = asked or fewer or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
                 progress.save(best=True)
             if asked and c["epoch"] < p.epochs:
-                return team.say(f"stopped and saved after epoch {c['epoch']}; {console.again()}")
+                return guard.leave(f"after epoch {c['epoch']}")
     team.say(f"phase 3 finished: {folder / 'phase3'}")
 
 
@@ -304,7 +305,7 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
         set_learning_rate(progress.optimizer, learning_rate(c["updates"], 10 ** 9, p.lr, p.warmup_steps))
         own = [sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))]
         share = [max(n, 1) / team.world for n in team.all_sum(own)]
-        micro_batches = [(w, share) for w in window]
+        micro_batches = split([(w, share) for w in window], cfg.memory.split)
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         c["updates"], window = c["updates"] + (not skipped), []
@@ -338,7 +339,7 @@ def main():
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
         if options.find_batch_size:
             return try_batches(cfg, team, options.find_batch_size)
-        {1: phase1, 3: phase3}[options.phase](cfg, team, stop)
+        return {1: phase1, 3: phase3}[options.phase](cfg, team, MemoryGuard(cfg, team, stop))
     finally:
         team.close()
 

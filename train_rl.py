@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from configs import ConfigError, console
+from configs import ConfigError
 from configs.command_line import parse
 from env.baselines import make_baseline
 from env.traffic_env import check_scenario
@@ -27,7 +27,7 @@ from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
 from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
-from runtime.memory import tree_memory
+from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
@@ -40,7 +40,7 @@ LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_pr
          "cost_return")
 
 
-def phase2(cfg, team, stop):
+def phase2(cfg, team, guard):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
     p, folder = cfg.phase2, run_folder(cfg)
     check_scenario(cfg, folder / "scenario")
@@ -63,19 +63,15 @@ def phase2(cfg, team, stop):
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
-        span = Span(pool.num_envs, team)
-        steps = steps_per_env(p, span, team)
-        imitate = c["epoch"] < p.imitate_iterations
-        acting = {"device": team.device, "autocast": precision.autocast}
-        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, **acting)
-        collector = Collector(pool, driver, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
-        if imitate:
-            collector.driver = RuleDriver(lambda env: imitated(cfg, collector.seed(env)), model, pool.num_envs,
-                                          cfg.env.max_vehicles, **acting)
-        boundary = True
+        boundary = fewer = True
         while c["epoch"] < p.iterations:
-            if imitate and c["epoch"] == p.imitate_iterations:
-                imitate, collector.driver = False, driver
+            imitate = c["epoch"] < p.imitate_iterations
+            if fewer:  # workers than before
+                span = Span(pool.num_envs, team)
+                steps = steps_per_env(p, span, team)
+            if boundary:
+                collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
+                collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, imitate)
             slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
             set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr * slower)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
@@ -90,18 +86,19 @@ def phase2(cfg, team, stop):
                 summary["curriculum_stage"] = c["curriculum"]["stage"]
                 c["curriculum"] = c["curriculum"] if imitate else judge_stage(cfg, team, c["curriculum"], facts)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
-            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts),
+            metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), **guard.facts(),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
-                           time_learn=time.perf_counter() - start, memory_mb=sum(tree_memory().values()))
-            asked = team.any(stop.asked)
-            boundary = (asked or c["epoch"] in (p.iterations, p.imitate_iterations)
+                           time_learn=time.perf_counter() - start)
+            asked = guard.must_stop()
+            fewer = guard.give_up_worker(pool)
+            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best)
             if asked and c["epoch"] < p.iterations:
-                return team.say(f"stopped and saved after iteration {c['epoch']}; {console.again()}")
+                return guard.leave(f"after iteration {c['epoch']}")
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
 
@@ -166,8 +163,9 @@ def update(cfg, team, span, progress, module, rollout, precision, imitate=False)
     for epoch in range(p.epochs):
         logs = []
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
-            arguments = minibatches(rows), p.minibatch_size / team.world, imitate  # DDP averages over ranks
-            log, norm, skipped = optimiser_step(module, [arguments], progress.optimizer, precision, p.clip_norm)
+            share = p.minibatch_size / team.world  # DDP averages over ranks
+            parts = [(minibatches(part), share, imitate) for part in np.array_split(rows, cfg.memory.split)]
+            log, norm, skipped = optimiser_step(module, parts, progress.optimizer, precision, p.clip_norm)
             c["updates"] += not skipped
             logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         passes.append(mean_logs(team, logs))
@@ -199,6 +197,12 @@ def summarise(team, batch):
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
 
 
+def make_driver(cfg, model, collector, device, autocast, imitate):
+    """Who commands the ICVs of a collector: the policy, or the rule that it imitates."""
+    kind = functools.partial(RuleDriver, lambda env: imitated(cfg, collector.seed(env))) if imitate else Driver
+    return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
+
+
 def imitated(cfg, seed):
     """The rule of the warm start for the episode with this seed: (observation, k) -> commands."""
     variants = cfg.variants()  # each may have numbers of its own for the rule
@@ -221,7 +225,7 @@ def main():
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
-        phase2(cfg, team, stop)
+        return phase2(cfg, team, MemoryGuard(cfg, team, stop))
     finally:
         team.close()
 

@@ -156,6 +156,23 @@ class RolloutConfig:
 
 
 @dataclass
+class MemoryConfig:
+    """Limits and marks of the memory guard (runtime/guard.py)."""
+    budget_gb: float = opt(15.0, "what a run's processes on a machine may need, without pages of files, GB; a control "
+                           "group's limit and the machine's memory count too", low=0.01)
+    soft: float = opt(0.80, "share of it above which caches are dropped", low=0.01, high=1)
+    high: float = opt(0.90, "above it each learner gives up one rollout worker per iteration", low=0.01, high=1)
+    hard: float = opt(0.96, "above it the run saves and stops with exit code 3", low=0.01, high=1)
+    hysteresis: float = opt(0.05, "a measure ends when the share has fallen so far below its mark", low=0, high=0.5)
+    every_s: float = opt(5.0, "time between two samples, s", low=0.1)
+    split: int = opt(1, "parts of a micro-batch, their gradients summed: less memory, the same global batch", low=1,
+                     high=64)
+    gpu_soft_gb: float = opt(20.0, "GPU memory reserved by a learner above which PyTorch's cache is emptied, GB", low=0)
+    gpu_hard_gb: float = opt(21.0, "above it `split` is doubled for the rest of the run, GB", low=0)
+    gpu_fraction: float = opt(0.0, "limit of a learner's share of its GPU, 0 = none", low=0, high=1)
+
+
+@dataclass
 class CheckpointConfig:
     """What is kept."""
     keep_last: int = opt(3, "complete checkpoints kept besides the best", low=1)
@@ -204,6 +221,7 @@ class Config:
     phase2: PPOConfig = sub(PPOConfig, "Phase 2: PPO (train_rl.py)")
     phase3: Phase3Config = sub(Phase3Config, "Phase 3: constrained optimisation (train_ddp.py --phase 3)")
     profile: ProfileConfig = sub(ProfileConfig, "Profiles of the three phases' training steps (runtime/profiler.py)")
+    memory: MemoryConfig = sub(MemoryConfig, "Memory: watched in phases 1 to 3 (runtime/guard.py)")
     checkpoint: CheckpointConfig = sub(CheckpointConfig, "Checkpoints")
     evaluate: EvaluateConfig = sub(EvaluateConfig, "Evaluation")
     coordinator: CoordinatorConfig = sub(CoordinatorConfig, "Pipeline")

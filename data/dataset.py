@@ -104,11 +104,16 @@ class OpenChunks:
 
     def __init__(self, files, count, cache_mb, timeout_s):
         self.files, self.count = files, count  # [(path, offset of the frames)], headers checked
-        self.cache_bytes, self.timeout_s = cache_mb * 1e6, timeout_s
+        self.timeout_s, self.cache_bytes = timeout_s, torch.tensor(cache_mb * 1e6).share_memory_()
         self.chunks = OrderedDict()  # number: (file or bytes, time of the last use), least recently used first
 
     def __getstate__(self):
         return {**self.__dict__, "chunks": OrderedDict()}  # every process opens its own
+
+    def drop_copies(self):
+        """Read the files from now on; the loader's processes drop their copies as they open other chunks."""
+        self.cache_bytes.zero_()
+        self.chunks.clear()
 
     def read(self, c, places, into):
         """Fill the memoryview `into` with parts of equal size from the given places (bytes) in chunk number `c`."""

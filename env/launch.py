@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -45,6 +46,20 @@ def die_with_parent(parent=None):
         os._exit(1)
 
 
+def first_to_go(score):
+    """Raise the kernel's readiness to kill this process, and what it starts, when memory ends (0 to 1000)."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+") as file:
+            file.write(str(max(score, int(file.read()))))
+    except OSError:
+        pass  # no Linux, or not allowed: then the kernel chooses by size alone
+
+
+def _prepare_simulator(parent):
+    die_with_parent(parent)
+    first_to_go(SIMULATOR_GOES)
+
+
 def launch(command, stderr):
     """Start `command` in its own process group, so that Ctrl-C reaches it only through us, and tied to our life.
 
@@ -52,4 +67,4 @@ def launch(command, stderr):
     """
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
                             env=sumo_environment(), process_group=0,
-                            preexec_fn=functools.partial(die_with_parent, os.getpid()))
+                            preexec_fn=functools.partial(_prepare_simulator, os.getpid()))

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from env.block import SECONDS, Environments, map_block
-from env.launch import die_with_parent
+from env.launch import WORKER_GOES, die_with_parent, first_to_go
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -64,6 +64,10 @@ class Pool:
         seeds = [None] * len(group) if next_seeds is None else [int(seed) for seed in next_seeds]
         self._dispatch({i: (i, "step", seed) for i, seed in zip(group, seeds)})
 
+    def retire_worker(self):
+        """Give up one worker with its environments, if there are several; all others need a `reset`."""
+        return False
+
     def receive(self, group):
         """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""
         return self._collect(group)
@@ -103,7 +107,7 @@ class WorkerPool(Pool):
 
     def __init__(self, cfg, num_workers, envs_per_worker, folder=None):
         envs = num_workers * envs_per_worker
-        size = map_block(None, cfg, envs)
+        self.block_envs, size = envs, map_block(None, cfg, envs)
         self.memory = os.memfd_create("rollout")
         os.ftruncate(self.memory, size)
         groups = [list(range(g, envs, envs_per_worker)) for g in range(envs_per_worker)]
@@ -111,7 +115,7 @@ class WorkerPool(Pool):
         self.cfg, self.folder, self.num_workers, self.per_worker = cfg, folder, num_workers, envs_per_worker
         self.processes, self.pipes = [None] * num_workers, [None] * num_workers
         self.waiting = [[] for _ in range(num_workers)]  # orders that a worker has not answered yet
-        self.failures = [0] * num_workers                # since its last answer
+        self.failures = [0] * num_workers  # since its last answer
         self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30
         try:
             for w in range(num_workers):
@@ -132,7 +136,7 @@ class WorkerPool(Pool):
         self.pipes[w] = multiprocessing.connection.Connection(ours.detach())
         processor = _processor(w, self.num_workers) if self.cfg.rollout.pin_workers else None
         indices = range(w * self.per_worker, (w + 1) * self.per_worker)
-        self._tell(w, (self.cfg, list(indices), self.num_envs, self.folder, processor))
+        self._tell(w, (self.cfg, list(indices), self.block_envs, self.folder, processor))
 
     def _tell(self, w, message):
         try:
@@ -189,6 +193,17 @@ class WorkerPool(Pool):
         for batch in self.waiting[w]:
             self._tell(w, batch)
 
+    def retire_worker(self):
+        if self.num_workers == 1:
+            return False
+        self.num_workers, self.num_envs = self.num_workers - 1, self.num_envs - self.per_worker
+        self.groups = [[i for i in group if i < self.num_envs] for group in self.groups]
+        self.arrays, self.final = ({name: array[:self.num_envs] for name, array in block.items()}
+                                   for block in (self.arrays, self.final))
+        self.pipes.pop().close()
+        _bury(self.processes.pop())
+        return True
+
     def modules(self):
         """Names of the modules loaded in each worker (a test asserts that torch is not among them)."""
         for pipe in self.pipes:
@@ -200,15 +215,19 @@ class WorkerPool(Pool):
         for pipe in filter(None, self.pipes):
             pipe.close()  # a worker that reads the end of its pipe closes its simulators and leaves
         for process in filter(None, self.processes):
-            try:
-                process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                process.kill()  # its simulators are killed by the kernel with it
-                process.wait()
+            _bury(process)
         self.pipes, self.processes = [], []
         if self.memory is not None:
             os.close(self.memory)
             self.memory = None
+
+
+def _bury(process):
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its simulators are killed by the kernel with it
+        process.wait()
 
 
 def _processor(worker, workers):
@@ -227,5 +246,6 @@ def _processor(worker, workers):
 def _prepare_child():
     """Runs in the new process before Python starts: die with the parent, leave Ctrl-C and TERM to the parent."""
     die_with_parent()
+    first_to_go(WORKER_GOES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -121,7 +121,7 @@ def wrap(module, team, ddp):
 class StopRequest:
     """SIGINT and SIGTERM ask for a stop at the next step boundary; a second signal leaves at once.
 
-    The handler only sets a flag; `team.any(stop.asked)` turns it into a decision of all ranks.
+    The handler only sets a flag; MemoryGuard.must_stop turns it into a decision of all ranks.
     """
 
     def __init__(self):

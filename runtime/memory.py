@@ -1,4 +1,4 @@
-"""Memory of a process tree as PSS: shared pages count once, however many processes map them."""
+"""Memory of a process tree as PSS (shared pages count once, however many processes map them), and what limits it."""
 import os
 import threading
 from pathlib import Path
@@ -21,15 +21,31 @@ def process_tree(root=None):
     return tree
 
 
+def tree_root():
+    """The outermost process of this run: the one that named itself in MEMORY_ROOT, else torchrun, else this one."""
+    root = os.environ.get("MEMORY_ROOT", "")
+    if root.isdigit() and os.getpid() in process_tree(int(root)):
+        return int(root)
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+
+def proportional_mb(pid):
+    """(PSS, the part of it that is no page of a file) of one process, MB; zeros when it has gone.
+
+    Pages of files come and go with the page cache: reading a large data set would look like a leak.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    except OSError:
+        return 0.0, 0.0
+    kb = {words[0]: int(words[1]) for words in map(str.split, lines)}
+    total = kb.get("Pss:", 0)  # there is nothing to read of a process that has ended but was not waited for
+    return total / 1024, (total - kb.get("Pss_File:", 0)) / 1024
+
+
 def pss_mb(pid):
     """Proportional set size of one process, MB; 0 when it has gone."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return 0.0
+    return proportional_mb(pid)[0]
 
 
 def component(pid):
@@ -42,6 +58,8 @@ def component(pid):
         return "sumo"
     if "env.worker" in words:
         return "rollout worker"
+    if "torch.distributed.run" in words or Path(words[min(1, len(words) - 1)]).name == "torchrun":
+        return "torchrun"
     scripts = [Path(w).stem for w in words[1:] if w.endswith(".py")]
     modules = [words[i + 1] for i, w in enumerate(words[:-1]) if w == "-m"]
     return (scripts or modules or [Path(words[0]).name or "other"])[0]
@@ -56,20 +74,83 @@ def tree_memory(root=None):
     return table
 
 
-class PeakMemory(threading.Thread):
+def machine_memory():
+    """(MB that somebody needs, all MB) of this machine; what the kernel can free at once is not needed."""
+    with open("/proc/meminfo") as file:
+        kb = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    return (kb["MemTotal"] - kb["MemAvailable"]) / 1024, kb["MemTotal"] / 1024
+
+
+def cgroup_memory(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """[(MB used without pages of files, limit in MB)] of the control groups of this process that have a limit, the
+    old and the new kind."""
+    found = []
+    for _, controllers, path in (line.split(":", 2) for line in Path(own).read_text().splitlines()):
+        if controllers not in ("", "memory"):
+            continue
+        limit, uses = (("memory.limit_in_bytes", ("total_rss", "total_shmem")) if controllers else
+                       ("memory.max", ("anon", "shmem")))
+        top = Path(root) / controllers
+        group = top / path.strip("/")
+        for folder in (group, *group.parents):
+            try:
+                most = int((folder / limit).read_text())  # the new kind says "max" where there is none
+                lines = (folder / "memory.stat").read_text().splitlines()
+            except (OSError, ValueError):
+                lines = []
+            stat = dict(line.split() for line in lines)
+            if stat and most < 2 ** 60:
+                found.append((sum(int(stat.get(name, 0)) for name in uses) / 2 ** 20, most / 2 ** 20))
+            if folder == top:
+                break
+    return found
+
+
+def tightest(tree_mb, budget_mb):
+    """(share, MB used, MB allowed, whose limit) of the limit that is nearest: budget, control group or machine."""
+    limits = [(tree_mb, budget_mb, "memory.budget_gb"), (*machine_memory(), "the machine's memory"),
+              *((*group, "the control group's limit") for group in cgroup_memory())]
+    return max((used / most, used, most, name) for used, most, name in limits)
+
+
+def oom_kills():
+    """How many processes the kernel has killed for want of memory so far; 0 where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+class Sampler(threading.Thread):
+    """Calls `sample` in the background, at once and every `every_s` seconds, until `done` is set."""
+
+    def __init__(self, every_s):
+        super().__init__(daemon=True)
+        self.every_s, self.done = every_s, threading.Event()
+
+    def run(self):
+        """The thread's work: sample until `end`."""
+        self.sample()
+        while not self.done.wait(self.every_s):
+            self.sample()
+
+    def end(self):
+        """Stop sampling and wait until it has."""
+        self.done.set()
+        if self.is_alive():
+            self.join()
+
+
+class PeakMemory(Sampler):
     """Samples the tree of this process in the background; `peak` MB and its table `at_peak` {component: MB}."""
 
     def __init__(self, every_s=2.0):
-        super().__init__(daemon=True)
-        self.every_s, self.peak, self.at_peak, self.done = every_s, 0.0, {}, threading.Event()
+        super().__init__(every_s)
+        self.peak, self.at_peak = 0.0, {}
 
-    def run(self):
-        """The thread's work: sample until `stop`."""
-        self._sample()
-        while not self.done.wait(self.every_s):
-            self._sample()
-
-    def _sample(self):
+    def sample(self):
+        """Remember the table of the present if it is the largest."""
         table = tree_memory()
         if sum(table.values()) > self.peak:
             self.peak, self.at_peak = sum(table.values()), table

@@ -66,7 +66,15 @@ VOCABULARY = {
     "time_idle": "seconds of a worker waiting for orders",
     "time_learn": "seconds spent learning",
     "gpu_use": "share of time in which the first rank's GPU computed, sampled after learning (needs nvidia-ml-py)",
-    "memory_mb": "memory of this process and its children (PSS), MB",
+    "memory_mb": "memory of all processes of the run on this machine (PSS), MB",
+    "memory_learner_mb": "of it the learners' and their data loaders', MB",
+    "memory_worker_mb": "of it the rollout workers', MB",
+    "memory_sumo_mb": "of it the simulators', MB",
+    "memory_other_mb": "of it the rest's: coordinator, torchrun, MB",
+    "memory_share": "memory in use, without pages of files, as share of the tightest limit (memory.budget_gb)",
+    "gpu_allocated_mb": "tensors of the first learner on its GPU, MB",
+    "gpu_reserved_mb": "what PyTorch keeps there for them, MB",
+    "gpu_peak_mb": "the most of `gpu_allocated_mb` since the record before, MB",
 }
 # On the console, what matters most first: a terminal cuts the line.
 SHOWN = ("stage", "loss_held_out", "return", "c_int", "rmse_position", "rmse_position_cv", "reward", "loss",

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -194,18 +195,33 @@ def to_device(batch, device):
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
+OUT_OF_MEMORY = 4  # exit code
+
+
 def run_script(main, user_errors):
-    """Exit code of `main()`: mistakes of the user become one message and 2, everything else is a traceback and 1."""
+    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4; all
+    else is a traceback and 1."""
     try:
-        return main() or 0
+        return note(main() or 0)
     except user_errors as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)  # torchrun ends everybody at the first failure: let the first rank speak before
             return 2
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if "BAD_INPUT_FILE" in os.environ:  # torchrun itself knows only success and failure
-            Path(os.environ["BAD_INPUT_FILE"]).write_text("2")
-        return 2
+        return note(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        traceback.print_exc()
+        print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
+        return note(OUT_OF_MEMORY)
     except KeyboardInterrupt:
         print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
         return 130
+
+
+def note(code):
+    """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure."""
+    if code and "EXIT_CODE_FILE" in os.environ:
+        Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
+    return code

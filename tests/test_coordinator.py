@@ -1,5 +1,6 @@
 """coordinator.py: the order of the steps, what is repeated and what is not; the steps themselves do not run here."""
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,8 +22,8 @@ def steps(tmp_path, monkeypatch):
         codes, stop.asked = list(codes), stop_in == "before"
         names.clear()
 
-        def noted(step, *_):
-            names.append(step)
+        def noted(step, command, *_):
+            names.append(step + "".join(f" {word}" for word in command if word.startswith("memory.")))
             (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
             stop.asked = stop.asked or step == stop_in
             return codes.pop(0) if codes else 0
@@ -37,6 +38,38 @@ def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
     assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
     assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
     assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
+
+
+def test_phase_without_memory_goes_on_with_smaller_micro_batches(steps):
+    """Half of it each time, which is no retry, and remembered; other steps are only tried again."""
+    assert steps("--only", "phase1", codes=[4, 4, 1, 0]) == (
+        0, ["phase1", "phase1 memory.split=2", "phase1 memory.split=4", "phase1 memory.split=4"])
+    assert steps("--only", "phase1") == (0, ["phase1 memory.split=4"])
+    assert steps("--only", "phase3") == (0, ["phase3"])
+    code, names = steps("--only", "phase2", codes=[4] * 9)
+    assert code == 4 and names[4:] == ["phase2 memory.split=16"] * 2  # bounded
+    assert steps("--only", "collect", codes=[4, 0]) == (0, ["collect", "collect"])
+    assert steps("--only", "phase1", "phase1.batch_size=2") == (0, ["phase1"])  # another configuration
+    assert steps("--only", "phase1", "ddp.static_graph=true", "phase3.accumulation=1", codes=[4, 0]) == (
+        0, ["phase1", "phase1"])
+
+
+@pytest.mark.parametrize("program, kills, expected", [
+    ("raise SystemExit(1)", 0, 1), ("raise SystemExit(1)", 1, 4), ("pass", 1, 0),
+    ("import os, pathlib; pathlib.Path(os.environ['EXIT_CODE_FILE']).write_text('3'); raise SystemExit(1)", 1, 3)])
+def test_exit_code_of_a_step_is_its_own_word_or_the_kernels(monkeypatch, program, kills, expected):
+    """torchrun turns every failure into 1; a process killed for want of memory says nothing at all."""
+    counter = iter([7, 7 + kills])
+    monkeypatch.setattr(coordinator, "oom_kills", lambda: next(counter))
+    stop = SimpleNamespace(asked=False, child=None)
+    assert coordinator.run_step("phase1", [sys.executable, "-c", program], 1, stop) == expected
+
+
+def test_guards_stop_is_passed_on_and_continued(steps):
+    everything = list(coordinator.STEPS)
+    assert steps(codes=[0, 0, 0, 3]) == (3, everything[:4])
+    assert json.loads(Path("runs/smoke/state.json").read_text())["steps"]["phase2"]["status"] == "stopped"
+    assert steps() == (0, everything[3:])
 
 
 def test_steps_follow_one_another_and_are_not_repeated(steps):

@@ -1,4 +1,5 @@
 """data/dataset.py: reading chunks, damaged ones refused, and the order of samples over ranks and epochs."""
+import multiprocessing
 import os
 import pickle
 import time
@@ -94,6 +95,28 @@ def test_copies_in_memory_are_bounded_in_size_and_time(made):
     assert list(dataset.open.chunks) == [2]
     tiny = ChunkedDataset(made, "train", 3, cache_mb=1e-6)
     assert tiny[8]["moved"][0, 0] == 8 and tiny[0]["moved"][0, 0] == 0 and len(tiny.open.chunks) == 1
+
+
+def test_copies_are_dropped_when_memory_is_short_in_other_processes_too(made):
+    dataset, (here, there) = ChunkedDataset(made, "train", 1, cache_mb=100), multiprocessing.Pipe()
+
+    def read(row):
+        return dataset[row]["moved"].tolist(), [isinstance(copy, bytes) for copy, _ in dataset.open.chunks.values()]
+
+    def other():
+        while (row := there.recv()) is not None:
+            there.send(read(row))
+    process = multiprocessing.get_context("fork").Process(target=other, daemon=True)  # as the loader's
+    process.start()
+    ask = lambda row: (here.send(row), here.recv())[1]  # noqa: E731
+    before = [read(0), read(8)]
+    assert before[1][1] == [True, True] and [ask(0), ask(8)] == before
+    dataset.open.drop_copies()
+    assert not dataset.open.chunks and read(0) == (before[0][0], [False])
+    assert ask(15)[1] == [False] and ask(0) == read(0)
+    here.send(None)
+    process.join(10)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize("start", [0, 1, 4])

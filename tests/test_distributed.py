@@ -23,6 +23,7 @@ from models.losses import ConstrainedLoss, PPOLoss, WorldModelLoss
 from models.policy import TrafficModel
 from runtime import checkpoint
 from runtime.distributed import StopRequest, Team, start_team, wrap
+from runtime.guard import MemoryGuard
 from runtime.precision import Precision
 from runtime.training import Progress
 
@@ -92,7 +93,8 @@ def phase1_training(team, folder):
     progress = Progress(cfg, team, folder, model, sgd(model), precision.scaler)
 
     def epoch(batches, stop):
-        return train_ddp.train_epoch(cfg, team, stop, progress, module, batches, precision, STEPS)
+        guard = MemoryGuard(cfg, team, stop)
+        return train_ddp.train_epoch(cfg, team, guard, progress, module, batches, precision, STEPS)
     return progress, module, epoch
 
 

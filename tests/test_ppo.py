@@ -118,9 +118,10 @@ def test_rank_without_a_step_of_a_minibatch_takes_part(small):
 
 # ---- update ------------------------------------------------------------------------------------------------------
 
-def update(small, scaling=False, **where):
+def update(small, scaling=False, parts=1, **where):
     """(log of an update on a rollout, weights afterwards, whether the rollout was spilled)."""
     model, cfg = copy.deepcopy(small), config()
+    cfg.memory.split = parts
     model.freeze("risk_gnn", "world_model", "safety_shield")
     precision, rollout = Precision(cfg.phase2.amp, CPU), rollout_of(model.controller, **where)
     precision.scaler = HysteresisScaler("cpu", cfg.phase2.amp, scaling)
@@ -136,6 +137,12 @@ def test_spilling_changes_nothing(small, tmp_path):
                                                                                         spill_mb=0.01)
     assert not spilled and other_spilled and log == other_log
     assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def test_minibatches_in_parts_teach_the_same(small):
+    (log, weights, _), (other_log, others, _) = update(small), update(small, parts=3)
+    assert log == pytest.approx(other_log, rel=1e-3, abs=1e-6)
+    torch.testing.assert_close(weights, others, rtol=1e-4, atol=1e-6)
 
 
 class Reads(TorchDispatchMode):
