@@ -36,7 +36,7 @@ def random(observation, k, rng):
 def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel, meter_brake,
            meter_above, meter_ahead, meter_below):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
-    move left; their drivers keep the speed.
+    move left; their drivers keep the speed and wait for a gap.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
     in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
@@ -53,7 +53,7 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
     ramp = icv & (near[:, HAS_LEFT] + near[:, HAS_RIGHT] == 0) & (distance < FAR_M)
     meters = ramp & (v > meter_above) & (meter_brake > 0) & (
         mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)
-    wanted = np.fmin(np.where(slows, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
+    wanted = np.fmin(np.where(slows & ~moves, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
                      np.where(meters, -meter_brake, np.nan))
     chosen = np.flatnonzero(moves | slows | meters)
     urgency = np.where(moves, distance - 1e6, wanted)[chosen]

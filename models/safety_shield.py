@@ -2,8 +2,9 @@
 
 Level 1 clips the acceleration (a limit that falls with speed, a bound that keeps a safe distance over the whole control
 interval even if the leader brakes fully, and the same bound, but no braking, for who may cut in) and vetoes lane
-changes that would cut a gap. Level 2 brakes hard when the time to collision or the time headway is too short. A learned
-risk head, trained in phase 3, forbids acceleration and lane changes where it foresees a conflict.
+changes that would cut a gap (without a commanded speed, SUMO's driver waits for one). Level 2 brakes hard when the time
+to collision or the time headway is too short. A learned risk head, trained in phase 3, forbids acceleration and lane
+changes where it foresees a conflict.
 """
 import torch
 from torch import nn
@@ -59,7 +60,10 @@ class SafetyShield(nn.Module):
         safe = torch.minimum(accel, limit)
         safe = torch.where(danger, safe.clamp(max=-self.cfg.emergency_decel), safe)
         reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger
-        allowed = (lane == KEEP) | (self.lane_is_free(lane == LEFT, speed, surround) & ~danger)
+        # A driver whose speed is not commanded keeps SUMO's checks and changes lane when the gaps are safe.
+        there = torch.where(lane == LEFT, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
+        allowed = (lane == KEEP) | (torch.isnan(accel) & there) | (
+            self.lane_is_free(lane == LEFT, speed, surround) & ~danger)
         reason = reason + LANE_VETO * ~allowed
         if risk_logit is not None and bool(self.risk_trained):
             risky = risk_logit.sigmoid() > self.cfg.risk_threshold

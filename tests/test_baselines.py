@@ -187,6 +187,7 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
         moves = (near["has_left"] and column(o, "lane")[i] == 0 and near["merge_distance"] < reach
                  and near["merge_vehicles"] >= vehicles)
         slows = gain > 0 and v > mean + margin and mean < below
+        slows = slows and not moves  # who moves over keeps the driver's speed
         wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
         if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
                 v > faster and behind < slower):

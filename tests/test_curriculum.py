@@ -35,6 +35,7 @@ def test_share_of_earlier_stages(stage, share):
     assert all(a // 5 == seed // 5 for a, seed in zip(moved, range(10_000, 14_000)))
     counts = [sum(a % 5 == variant for a in moved) / len(moved) for variant in range(5)]
     assert counts[stage] == pytest.approx(1 - share, abs=0.03) and sum(counts[stage + 1:]) == 0
+    assert seed_of_stage(10_003, 0, 5, [1.0]) == 10_000  # there is nothing to repeat yet
     assert counts[:stage] == pytest.approx([share / max(stage, 1)] * stage, abs=0.03)
 
 

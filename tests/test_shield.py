@@ -246,8 +246,12 @@ def test_no_lane_change_in_an_emergency():
 # ---- what passes -------------------------------------------------------------------------------------------------
 
 def test_lane_advice_leaves_the_speed_to_sumo():
-    """No acceleration (NaN): never a brake or a number, also in danger; but the lane is still checked."""
-    for surround, lane in ((around(left=FREE), LEFT), (around(2.0, 0.0, left=FREE), LEFT), (around(), KEEP)):
+    """No acceleration (NaN): never a brake or a number, also in danger. SUMO's driver waits for a gap; vetoed in dense
+    traffic, ICVs did not get out of the way of a ramp and the rule lost all that it gains (3200/800 veh/h: 863 arrivals
+    instead of 1100)."""
+    narrow = around(left=(2.0, 0.0, 1.0, 30.0))
+    for surround, lane in ((around(left=FREE), LEFT), (around(2.0, 0.0, left=FREE), LEFT), (narrow, LEFT),
+                           (around(), KEEP)):
         accel, result, brake, reason = check(shield(), NAN, LEFT, 20.0, surround)
         assert math.isnan(accel) and brake == 0.0 and result == lane
         assert reason == (NONE if lane == LEFT else LANE_VETO)
