@@ -194,6 +194,7 @@ class WorkerPool(Pool):
             self._tell(w, batch)
 
     def retire_worker(self):
+        """The last worker ends."""
         if self.num_workers == 1:
             return False
         self.num_workers, self.num_envs = self.num_workers - 1, self.num_envs - self.per_worker
@@ -233,9 +234,8 @@ def _bury(process):
 def _processor(worker, workers):
     """The processor for one of this learner's workers; None when they would leave none for the learners.
 
-    A worker and its SUMO take turns: on one processor neither has to be woken on another, which saves a fifth of a
-    control step. But a learner without a processor of its own must be free to share them evenly. Workers are spread,
-    because neighbouring numbers may be two threads of one core.
+    A worker and its SUMO take turns, so neither has to be woken on another processor (a fifth of a control step). A
+    learner without a processor must be free to share them. Workers are spread: neighbours may be threads of one core.
     """
     processors = sorted(os.sched_getaffinity(0))
     worker += int(os.environ.get("LOCAL_RANK", 0)) * workers
