@@ -13,6 +13,8 @@ import os
 import sys
 import time
 
+from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
+
 import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -40,7 +42,7 @@ LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "log_prob", "ad
 
 def phase2(cfg, team, stop):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
-    p, folder = cfg.phase2, run_folder(cfg)
+    p, folder = cfg.phase2, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg)
     first_weights(model, cfg, folder, (1,), team.say)
@@ -192,6 +194,7 @@ def one_learner_per_gpu(cfg):
 
 @record
 def main():
+    die_with_launcher()
     cfg = parse(__doc__).config
     one_learner_per_gpu(cfg)
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)

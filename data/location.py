@@ -24,6 +24,9 @@ def open_data(cfg, team):
         preprocess(cfg)
     team.barrier()
     folder = processed_folder(cfg)
+    seen = team.gather((socket.gethostname(), (folder / "metadata.json").exists()))
+    if blind := sorted({host for host, sees in seen if not sees}):
+        raise DataError(f"{folder}: not to be seen on {', '.join(blind)}; every node needs the same data.folder")
     if on_windows_drive(folder):
         team.say(f"WARNING: {folder.resolve()} lies on a Windows drive, which WSL2 reads several times slower than its "
                  "own disk; set data.folder to a path below your Linux home, or data.tmpfs=true")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -43,6 +44,13 @@ def die_with_parent(parent=None):
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it died before we could ask
         os._exit(1)
+
+
+def die_with_launcher():
+    """Under torchrun: end with the process that started this one. A rank whose launcher was killed would train on by
+    itself, hold the run folder's lock, and wait for its peers until the time-out."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(PARENT)
 
 
 def launch(command, stderr):
