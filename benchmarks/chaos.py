@@ -29,8 +29,8 @@ from runtime.metrics import read_metrics
 from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["phase1.epochs=6", "phase1.stage1_epochs=2", "phase2.checkpoint_every=1", "env.call_timeout_s=5",
-         "env.start_timeout_s=10", "rollout.restarts=10"]
+SHORT = ["data.samples=100", "phase1.epochs=2", "phase1.stage1_epochs=1", "phase2.checkpoint_every=1",
+         "env.call_timeout_s=5", "env.start_timeout_s=10", "rollout.restarts=10"]
 WORD, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT))
 
 

@@ -2,12 +2,13 @@
 
     python -m benchmarks.nodes --json nodes.json
 
-Undisturbed first; then with the second launcher killed (SIGKILL) in the middle of each phase and started again; then the
-first one, which hosts the meeting point, killed and both started again; then SIGTERM to one of them and both started again.
-The weights must be those of the undisturbed run bit for bit, and nothing may live on below a killed launcher.
+Undisturbed first; then with the second launcher killed (SIGKILL) in the middle of each phase and started again; phase 1
+also with the first one killed, which hosts the meeting point, and with SIGTERM to both, all started again. Weights and
+optimisers must be those of the undisturbed run bit for bit, and nothing may live on of a launcher.
 """
-import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,22 @@ from benchmarks.report import finish, load_line
 from benchmarks.resume import equal
 from configs import ConfigError
 from configs.command_line import parse
-from env.sumo import _free_port
 from runtime import checkpoint
 from runtime.metrics import read_metrics
 from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGER = ["run.threads=1", "phase1.epochs=6", "phase2.iterations=6", "phase3.epochs=6", "rollout.num_workers=1"]
+COMPARED = ("weights", "optimizer", "counters")
+WAYS = {1: ("second killed", "first killed", "SIGTERM to both"), 2: ("second killed",), 3: ("second killed",)}
+REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a launcher that comes back is not told where rank 0 is
 SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 class Node:
@@ -38,7 +47,7 @@ class Node:
                         f"--max-restarts={restarts}", str(ROOT / words[0]), *map(str, words[1:])]
         self.folder, self.log = folder, log
         self.word, self.environment = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="",
-                                                         OMP_NUM_THREADS="1")
+                                                         OMP_NUM_THREADS="1", **REJOIN)
         self.start()
 
     def start(self):
@@ -52,41 +61,88 @@ class Node:
         return survivors(self.word, 5.0)
 
 
-def nodes(folder, name, words):
-    """Both launchers, the first of which hosts the meeting point."""
-    port, first = _free_port(), None
-    for number in (1, 2):
-        log = folder / f"{name}-node{number}.txt"
-        first, second = first or Node(folder, port, log, words), None if number == 1 else Node(folder, port, log, words)
-        time.sleep(1.0 if number == 1 else 0.0)
-    return first, second
+def two_nodes(folder, name, words):
+    """Both launchers; the first hosts the meeting point."""
+    port = free_port()
+    first = Node(folder, port, folder / f"{name}-node1.txt", words)
+    time.sleep(1.0)
+    return first, Node(folder, port, folder / f"{name}-node2.txt", words)
 
 
-def begun(folder, name, phase, node):
-    """Wait until the phase has its first record, or the launcher has ended."""
-    metrics = folder / "runs" / name / "metrics.jsonl"
-    while node.process.poll() is None and not (
-            metrics.exists() and any(row["phase"] == phase for row in read_metrics(metrics))):
+def wait_for_checkpoint(folder, node):
+    """Until a phase has saved for the first time, or the launcher has ended."""
+    while node.process.poll() is None and not (folder / "latest").exists():
         time.sleep(0.02)
 
 
-def disturbed(folder, name, phase, pair, way):
-    """Do to the pair what `way` says, in the middle of a phase; returns what lives on of it."""
+def disturb(pair, way):
+    """Do to the pair what `way` says and start again who has ended; returns what lived on of them."""
     first, second = pair
-    begun(folder, name, phase, first)
     if way == "second killed":
         left = second.kill()
         second.start()
         return left
     if way == "first killed":
         left = first.kill()
-        first.process.wait()
         second.process.wait()  # it has lost the meeting point
     else:
-        second.process.send_signal(signal.SIGTERM)
-        first.process.wait(), second.process.wait()
-        left = survivors(first.word, 5.0) + survivors(second.word, 5.0)
+        for node in pair:
+            node.process.send_signal(signal.SIGTERM)
+        for node in pair:
+            node.process.wait()
+        left = []
+    left += survivors(first.word, 5.0) + survivors(second.word, 5.0)
     first.start()
     time.sleep(1.0)
     second.start()
     return left
+
+
+def train(options, place, name, phase, way=None):
+    """One phase on two nodes. Returns its facts, and its newest checkpoint."""
+    config = Path(options.config_file).resolve() if Path(options.config_file).exists() else options.config_file
+    words = [*SCRIPT[phase], "--config", config, *LONGER, f"run.name={name}", *options.overrides]
+    begun, pair, left = time.monotonic(), two_nodes(place, f"{name}-{phase}", words), []
+    if way:
+        wait_for_checkpoint(place / "runs" / name / f"phase{phase}", pair[0])
+        left = disturb(pair, way)
+    codes = [node.process.wait() for node in pair]
+    left += survivors(pair[0].word) + survivors(pair[1].word)
+    epochs = [row["epoch"] for row in read_metrics(place / "runs" / name / "metrics.jsonl") if row["phase"] == phase]
+    text = pair[0].log.read_text() + pair[1].log.read_text()
+    resumed = re.findall(r"resumed from .*\((epoch \d+, \d+ updates)\)", text)
+    facts = {"phase": phase, "way": way or "undisturbed", "exit_codes": codes, "epochs": epochs, "left": left,
+             "resumed": resumed, "seconds": time.monotonic() - begun}
+    return facts, checkpoint.load(place / "runs" / name / f"phase{phase}")
+
+
+def main():
+    def add(parser):
+        parser.add_argument("--json", default="nodes.json", help="where the result goes")
+        parser.set_defaults(config="configs/smoke.yaml")
+    options, rows = parse(__doc__, add=add), []
+    print(load_line(1), flush=True)
+    with tempfile.TemporaryDirectory(prefix="nodes-") as place:
+        for phase in (1, 2, 3):
+            alone, expected = train(options, Path(place), "alone", phase)
+            rows.append({**alone, "kept": alone["exit_codes"] == [0, 0] and not alone["left"]})
+            show(rows[-1])
+            for way in WAYS[phase]:
+                facts, state = train(options, Path(place), way.replace(" ", "-"), phase, way)
+                same = state is not None and all(equal(state[key], expected[key]) for key in COMPARED)
+                kept = same and not facts["left"] and all(facts[key] == alone[key] for key in ("exit_codes", "epochs"))
+                rows.append({**facts, "equal": same, "kept": kept})
+                show(rows[-1])
+    finish(options.json, rows=rows)
+    return 0 if all(row["kept"] for row in rows) else 1
+
+
+def show(row):
+    print(f"{'pass' if row['kept'] else 'FAIL'}  phase {row['phase']}, {row['way']}: exit codes {row['exit_codes']}, "
+          f"{row['seconds']:.0f} s, continued from {'; '.join(row['resumed']) or 'the start'}, "
+          f"{'equal bit for bit' if row.get('equal', True) else 'OTHER WEIGHTS'}, left: {row['left'] or 'nothing'}",
+          flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, (ConfigError,)))

@@ -47,7 +47,7 @@ class Run:
         self.word, self.environment = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
 
     def start(self):
-        self.lives += 1
+        self.lives, self.begun = self.lives + 1, time.time()
         self.log = self.folder / f"life{self.lives}.txt"
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(self.command, cwd=self.folder, env=self.environment, stdout=out, stderr=out,
@@ -71,7 +71,11 @@ class Run:
                 "gone_after_s": round(time.monotonic() - begun, 2)}
 
     def half_written(self):
-        return any(self.results.glob("phase?/.step_*.tmp"))
+        """Whether a checkpoint is being written in this life."""
+        try:
+            return any(path.stat().st_mtime > self.begun for path in self.results.glob("phase?/.step_*.tmp"))
+        except FileNotFoundError:  # it is complete by now
+            return False
 
     def running(self):
         """Step and newest checkpoint, for the reader."""
