@@ -7,11 +7,11 @@ import torch
 from data_sets import SAMPLES
 
 from benchmarks.nodes import ROOT, two_nodes, wait_for_checkpoint
-from configs import ConfigError
+from configs import Config, ConfigError
 from runtime import checkpoint
 from runtime.distributed import Team
 from runtime.metrics import read_metrics
-from runtime.training import check_shared, first_to_speak
+from runtime.training import Progress, check_shared, first_to_speak
 
 
 class SecondNode(Team):
@@ -35,6 +35,13 @@ def test_folder_that_the_nodes_do_not_share_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path}: not the same folder on every node"):
         check_shared(tmp_path, SecondNode(["another", ("here", True)]))
     check_shared(tmp_path, Team(1, 2, 1, 2, torch.device("cpu")))  # one node: nobody is asked
+
+
+def test_ranks_never_continue_from_different_checkpoints(tmp_path):
+    """A network file system may show a node an older moment: it would do other numbers of steps, and hang the rest."""
+    progress = Progress(Config(), SecondNode([12]), tmp_path, None, None, None)  # here there is none
+    with pytest.raises(checkpoint.CheckpointError, match=r"ranks see different checkpoints \(updates \[12, None\]\)"):
+        progress.resume()
 
 
 def test_one_rank_of_a_node_speaks_for_all_in_each_attempt(tmp_path, monkeypatch):
@@ -81,5 +88,5 @@ def test_node_that_dies_comes_back_and_training_continues(recorded, tmp_path):
     assert said.count("phase 1 finished") == 1 and "resumed from" in said  # one rank speaks for both
     assert [row["epoch"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, 13))
     state = checkpoint.load(run / "phase1")
-    assert state["epoch"] == 12 and len(state["ranks"]) == 2
+    assert state["epoch"] == 12 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 12 * (22 // 8)
     assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())

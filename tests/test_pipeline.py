@@ -180,16 +180,6 @@ def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
         assert_same_weights(own, through)
 
 
-def test_two_ranks_under_torchrun(finished):
-    words = [str(ROOT / "train_ddp.py"), "--phase", "1", *SMOKE, "run.name=ranks", "phase1.epochs=2"]
-    done = run(finished.folder, "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words)
-    assert done.returncode == 0 and done.stdout.count("phase 1 finished") == 1, done.stderr  # one rank speaks for both
-    state = checkpoint.load(finished.folder / "runs" / "ranks" / "phase1")
-    assert state["epoch"] == 2 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 2 * (24 // 8)
-    assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())
-    assert progress(finished.folder / "runs/ranks", 1) == [1, 2]
-
-
 # ---- evaluating ------------------------------------------------------------------------------------------------
 
 def scores(folder, name, *words):
