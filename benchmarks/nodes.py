@@ -41,10 +41,10 @@ def free_port():
 class Node:
     """A torchrun launcher with one rank."""
 
-    def __init__(self, folder, port, log, words, restarts=2):
+    def __init__(self, folder, port, log, words, host):
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-                        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
-                        f"--max-restarts={restarts}", str(ROOT / words[0]), *map(str, words[1:])]
+                        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={host}",
+                        "--local-addr=127.0.0.1", "--max-restarts=2", str(ROOT / words[0]), *map(str, words[1:])]
         self.folder, self.log = folder, log
         self.word, self.environment = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="",
                                                          OMP_NUM_THREADS="1", **REJOIN)
@@ -64,9 +64,7 @@ class Node:
 def two_nodes(folder, name, words):
     """Both launchers; the first hosts the meeting point."""
     port = free_port()
-    first = Node(folder, port, folder / f"{name}-node1.txt", words)
-    time.sleep(1.0)
-    return first, Node(folder, port, folder / f"{name}-node2.txt", words)
+    return [Node(folder, port, folder / f"{name}-node{number}.txt", words, number == 1) for number in (1, 2)]
 
 
 def wait_for_checkpoint(folder, node):
@@ -92,9 +90,7 @@ def disturb(pair, way):
             node.process.wait()
         left = []
     left += survivors(first.word, 5.0) + survivors(second.word, 5.0)
-    first.start()
-    time.sleep(1.0)
-    second.start()
+    first.start(), second.start()
     return left
 
 
