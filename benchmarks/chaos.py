@@ -6,7 +6,9 @@ After a short phase 1, phase 2 runs undisturbed for --minutes; then again with t
 while every --every seconds a random SUMO or rollout worker gets SIGKILL or SIGSTOP; then undisturbed with another seed.
 The difference of the first two learning curves (return by iteration) is compared with the noise, which is that of the
 two undisturbed ones. Deadlines are shorter than the configuration's, so that freezing does not take up all the time.
+An iteration must be short against the disturbances, or no episode is left whole: on a busy machine disturb less often.
 """
+import math
 import os
 import random
 import shutil
@@ -85,6 +87,8 @@ def train(options, place, name, *words, minutes=None, every=None):
 def difference(one, other):
     """(mean, root mean square) of the difference of two learning curves, over the iterations in which both have one."""
     pairs = [(a, b) for a, b in zip(one["returns"], other["returns"]) if a is not None and b is not None]
+    if not pairs:
+        return math.nan, math.nan
     way = np.array([a - b for a, b in pairs])
     return float(way.mean()), float((way ** 2).mean() ** 0.5)
 
