@@ -23,10 +23,11 @@ def open_data(cfg, team):
         collect(cfg)
         preprocess(cfg)
     team.barrier()
-    folder = processed_folder(cfg)
-    seen = team.gather((socket.gethostname(), (folder / "metadata.json").exists()))
+    raw = Path(cfg.data.folder) / "raw" / "metadata.json"
+    seen = team.gather((socket.gethostname(), raw.exists()))
     if blind := sorted({host for host, sees in seen if not sees}):
-        raise DataError(f"{folder}: not to be seen on {', '.join(blind)}; every node needs the same data.folder")
+        raise DataError(f"{raw}: not to be seen on {', '.join(blind)}; every node needs the same data.folder")
+    folder = processed_folder(cfg)
     if on_windows_drive(folder):
         team.say(f"WARNING: {folder.resolve()} lies on a Windows drive, which WSL2 reads several times slower than its "
                  "own disk; set data.folder to a path below your Linux home, or data.tmpfs=true")

@@ -1,4 +1,5 @@
 """Several nodes: folders that they share, ranks that end with their launcher, and a node that dies and comes back."""
+import socket
 import subprocess
 import sys
 
@@ -7,7 +8,9 @@ import torch
 from data_sets import SAMPLES
 
 from benchmarks.nodes import ROOT, two_nodes, wait_for_checkpoint
-from configs import Config, ConfigError
+from configs import Config, ConfigError, load_config
+from data.layout import DataError
+from data.location import open_data
 from runtime import checkpoint
 from runtime.distributed import Team
 from runtime.metrics import read_metrics
@@ -35,6 +38,13 @@ def test_folder_that_the_nodes_do_not_share_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=f"{tmp_path}: not the same folder on every node"):
         check_shared(tmp_path, SecondNode(["another", ("here", True)]))
     check_shared(tmp_path, Team(1, 2, 1, 2, torch.device("cpu")))  # one node: nobody is asked
+
+
+def test_data_that_a_node_does_not_see_are_refused(tmp_path):
+    """Only the first rank's message was shown, and it had none: such a node ended without a word."""
+    cfg = load_config("configs/smoke.yaml", [f"data.folder={tmp_path}"])
+    with pytest.raises(DataError, match=f"{tmp_path}/raw/metadata.json: not to be seen on {socket.gethostname()};"):
+        open_data(cfg, SecondNode([("first", True)]))
 
 
 def test_ranks_never_continue_from_different_checkpoints(tmp_path):
