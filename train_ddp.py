@@ -14,7 +14,6 @@ import contextlib
 import math
 import sys
 import time
-
 from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import torch

@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-
 from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import numpy as np
