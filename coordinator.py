@@ -34,14 +34,14 @@ class Stop:
     """Passes SIGINT and SIGTERM on to the running step, once, as SIGTERM; a second one kills it."""
 
     def __init__(self):
-        self.asked, self.child = False, None
+        self.asked, self.at_once, self.child = False, False, None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
-        again, self.asked = self.asked, True
+        self.at_once, self.asked = self.asked, True
         if self.child is not None and self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGKILL) if again else self.child.send_signal(signal.SIGTERM)
+            os.killpg(self.child.pid, signal.SIGKILL) if self.at_once else self.child.send_signal(signal.SIGTERM)
 
 
 def resource_plan(cfg):
@@ -218,6 +218,9 @@ def pipeline(options, stop):
         status = "stopped" if stop.asked or code == MEMORY_STOP else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
+        if stop.at_once:
+            print(f"\nended {step} at once; the same command continues from what it had saved", file=sys.stderr)
+            return 130
         if status == "stopped":
             print(f"\nstopped in {step}; everything is saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0

@@ -14,6 +14,7 @@ import contextlib
 import math
 import sys
 import time
+from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,6 @@ from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, bad_rows, make_loader
 from data.layout import DataError
 from data.location import open_data
-from env.launch import SumoError
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models import objectives
@@ -77,7 +77,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
 
 def phase1(cfg, team, guard):
     """Train risk GNN and world model; controller and shield stay frozen."""
-    p, folder = cfg.phase1, run_folder(cfg)
+    p, folder = cfg.phase1, run_folder(cfg, team)
     data, options = open_data(cfg, team), (cfg.data.open_chunks, cfg.data.cache_mb, cfg.data.cache_timeout_s)
     train, held_out = (ChunkedDataset(data, split, *options) for split in ("train", "held_out"))
     sampler = BlockSampler(train.sizes, p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last,
@@ -196,7 +196,7 @@ def leave_out(cfg, team, bad):
 
 def phase3(cfg, team, guard):
     """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
-    p, folder = cfg.phase3, run_folder(cfg)
+    p, folder = cfg.phase3, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg)
     first_weights(model, cfg, folder, (2, 1), team.say)
@@ -219,6 +219,8 @@ def phase3(cfg, team, guard):
     module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
+        if len(set(team.gather(pool.num_envs))) > 1:  # then the ranks would do unequal numbers of optimiser steps
+            raise ConfigError("phase 3: unequal numbers of environments: start as many ranks on each node")
         team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; "
                  f"global batch {team.world} x {p.batch_size} x accumulation {p.accumulation} = "
                  f"{team.world * p.batch_size * p.accumulation} sequences of {p.sequence_length} steps")
@@ -330,6 +332,7 @@ def try_batches(cfg, team, budget_gb):
 
 @record
 def main():
+    die_with_launcher()
     options = parse(__doc__, add=add_options)
     cfg, stop = options.config, StopRequest()
     if options.find_batch_size and options.phase != 1:

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_pr
 
 def phase2(cfg, team, guard):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
-    p, folder = cfg.phase2, run_folder(cfg)
+    p, folder = cfg.phase2, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg)
     first_weights(model, cfg, folder, (1,), team.say)
@@ -220,6 +221,7 @@ def one_learner_per_gpu(cfg):
 
 @record
 def main():
+    die_with_launcher()
     cfg = parse(__doc__).config
     one_learner_per_gpu(cfg)
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)

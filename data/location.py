@@ -23,6 +23,10 @@ def open_data(cfg, team):
         collect(cfg)
         preprocess(cfg)
     team.barrier()
+    raw = Path(cfg.data.folder) / "raw" / "metadata.json"
+    seen = team.gather((socket.gethostname(), raw.exists()))
+    if blind := sorted({host for host, sees in seen if not sees}):
+        raise DataError(f"{raw}: not to be seen on {', '.join(blind)}; every node needs the same data.folder")
     folder = processed_folder(cfg)
     if on_windows_drive(folder):
         team.say(f"WARNING: {folder.resolve()} lies on a Windows drive, which WSL2 reads several times slower than its "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
+PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -58,6 +59,13 @@ def first_to_go(score):
 def _prepare_simulator(parent):
     die_with_parent(parent)
     first_to_go(SIMULATOR_GOES)
+
+
+def die_with_launcher():
+    """Under torchrun: end with the process that started this one. A rank whose launcher was killed would train on by
+    itself, hold the run folder's lock, and wait for its peers until the time-out."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(PARENT)
 
 
 def launch(command, stderr):

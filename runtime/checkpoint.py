@@ -4,6 +4,7 @@
 
 A step is written under a temporary name, flushed to disk, and renamed; only then `latest` moves and old ones go.
 """
+import contextlib
 import hashlib
 import json
 import os
@@ -154,8 +155,9 @@ def _put_back(folder):
     """A crash while a step was being replaced leaves the old one under its waiting name: give it its name again."""
     for old in folder.glob(".old_step_*"):
         final = folder / old.name.removeprefix(".old_")
-        if not final.exists():
-            old.rename(final)
+        with contextlib.suppress(FileNotFoundError):  # another rank was first
+            if not final.exists():
+                old.rename(final)
 
 
 def _steps(folder):

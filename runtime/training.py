@@ -2,25 +2,44 @@
 import copy
 import math
 import os
+import socket
 import sys
-import time
 import traceback
+import uuid
 from pathlib import Path
 
 import torch
 
-from configs import Config, dump_config, to_dict
+from configs import Config, ConfigError, dump_config, to_dict
 from configs.options import leaves
 from runtime import checkpoint
 from runtime.profiler import profile_steps
 from runtime.resources import claim
 
 
-def run_folder(cfg):
-    """runs/<name>, created, with the resolved configuration in it."""
+def run_folder(cfg, team):
+    """runs/<name>, created; ConfigError when it is not one folder for all nodes."""
     folder = Path(cfg.run.folder) / cfg.run.name
     folder.mkdir(parents=True, exist_ok=True)
+    check_shared(folder, team)
     return folder
+
+
+def check_shared(folder, team):
+    """ConfigError on every rank when a node has another `folder` of this name: the first rank writes checkpoints, and
+    all ranks read them, so a node with its own disk would continue from something else, or from nothing."""
+    if team.world == team.local_world:
+        return
+    token = folder / f".shared-{team.gather(uuid.uuid4().hex)[0]}"  # a name that no node can have cached
+    if team.is_main:
+        token.touch()
+    team.barrier()
+    blind = sorted({host for host, sees in team.gather((socket.gethostname(), token.exists())) if not sees})
+    if team.is_main:
+        token.unlink()
+    if blind:
+        raise ConfigError(f"{folder}: not the same folder on every node ({', '.join(blind)}): mount one file system on "
+                          "all nodes and let run.folder and data.folder lie in it")
 
 
 def save_config(cfg, folder):
@@ -63,6 +82,10 @@ class Progress:
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
         state = checkpoint.load(self.folder)
+        seen = self.team.gather(None if state is None else state["counters"]["updates"])
+        if len(set(seen)) > 1:  # a network file system may show a node an older moment
+            raise checkpoint.CheckpointError(f"{self.folder}: the ranks see different checkpoints (updates {seen}); "
+                                             "start again")
         if state is None:
             return False
         checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
@@ -204,10 +227,8 @@ def run_script(main, user_errors):
     try:
         return note(main() or 0)
     except user_errors as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)  # torchrun ends everybody at the first failure: let the first rank speak before
-            return 2
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if first_to_speak():
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return note(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
@@ -225,3 +246,18 @@ def note(code):
     if code and "EXIT_CODE_FILE" in os.environ:
         Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
     return code
+
+
+def first_to_speak():
+    """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one.
+
+    torchrun gives the ranks of a node one folder for each attempt.
+    """
+    attempt = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not attempt:
+        return True
+    try:
+        Path(attempt).parent.with_name("said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -16,16 +16,17 @@ def steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = {step: {"processes": 1, "threads": 1} for step in coordinator.STEPS}
     monkeypatch.setattr(coordinator, "resource_plan", lambda cfg: plan)
-    stop, names = SimpleNamespace(asked=False, child=None), []
+    stop, names = SimpleNamespace(asked=False, at_once=False, child=None), []
 
-    def pipeline(*arguments, codes=(), stop_in=None):
-        codes, stop.asked = list(codes), stop_in == "before"
+    def pipeline(*arguments, codes=(), stop_in=None, twice=False):
+        codes, stop.asked, stop.at_once = list(codes), stop_in == "before", False
         names.clear()
 
         def noted(step, command, *_):
             names.append(step + "".join(f" {word}" for word in command if word.startswith("memory.")))
             (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
             stop.asked = stop.asked or step == stop_in
+            stop.at_once = stop.asked and twice
             return codes.pop(0) if codes else 0
         monkeypatch.setattr(coordinator, "run_step", noted)
         options = coordinator.parse("", ["--config", "configs/smoke.yaml", *arguments], coordinator.add_options)
@@ -85,6 +86,13 @@ def test_stop_between_two_steps_starts_nothing_more(steps):
     """A signal while no step was running was remembered, but the whole next phase ran before it was obeyed."""
     assert steps(stop_in="before") == (0, [])
     assert steps(stop_in="collect") == (0, ["collect"])
+
+
+def test_second_signal_is_no_clean_stop(steps, capsys):
+    """It said "everything is saved" and ended with 0, though the step had been killed."""
+    assert steps(stop_in="phase1", twice=True, codes=[0, 0, -9]) == (130, ["collect", "preprocess", "phase1"])
+    assert "everything is saved" not in capsys.readouterr().out
+    assert steps(stop_in="phase1")[0] == 0 and "everything is saved" in capsys.readouterr().out
 
 
 def test_stopped_repetition_is_continued_by_the_same_command(steps):

@@ -2,6 +2,7 @@
 
 Two spawned ranks run everything once, joined by product code as torchrun would have it; the tests read what they left.
 """
+import math
 import os
 import signal
 from dataclasses import replace
@@ -180,6 +181,20 @@ def run_phase2(team):
     return weights(model)
 
 
+def run_poisoned(team):
+    """A minibatch with NaN on rank 1 only: what each rank raises, and the weights that it has then."""
+    cfg = config()
+    model = fresh_model(cfg, "risk_gnn", "world_model", "safety_shield")
+    module = wrap(PPOLoss(model, cfg.phase2), team, cfg.ddp)
+    precision = Precision(cfg.phase2.amp, team.device, team.any)
+    mine = as_rows(part(ppo_batch(0, model.controller), team.rank, team.world, 0, 1))
+    mine["advantage"][0] = math.nan if team.rank == 1 else 1.0
+    try:
+        train_ddp.optimiser_step(module, [(mine, len(mine["u"]))], sgd(model), precision, 1e9)
+    except FloatingPointError as error:
+        return {"error": str(error), "weights": weights(model)}
+
+
 def run_phase3(team):
     """Three steps of four sequences: 2 ranks x 2 micro-batches x 1, or all at once; counted as phase 3 does."""
     cfg = config()
@@ -212,7 +227,7 @@ def rank_main(rank, port, folder):
     team = start_team(cfg.run, cfg.ddp)
     try:
         result = {"talk": talk(team), "phase1": run_phase1(team, folder / "phase1"), "phase2": run_phase2(team),
-                  "phase3": run_phase3(team), "threads": torch.get_num_threads()}
+                  "poisoned": run_poisoned(team), "phase3": run_phase3(team), "threads": torch.get_num_threads()}
         torch.save(result, folder / f"rank{rank}.pt")
         team.barrier()
     finally:
@@ -298,6 +313,13 @@ def test_stop_request_of_one_rank_stops_both_at_the_same_step(ranks):
         assert r["stopped"] is None and r["updates"] == STEPS + 2 and r["yielded"] == 2 * MICRO
     state = checkpoint.load(ranks.folder / "phase1")
     assert state["counters"]["updates"] == STEPS + 2 and len(state["ranks"]) == WORLD
+
+
+def test_nan_gradients_of_one_rank_stop_both_before_the_step(ranks):
+    untouched = weights(fresh_model(config(), "risk_gnn", "world_model", "safety_shield"))
+    for result in (result["poisoned"] for result in ranks.results):
+        assert "the step was not taken" in result["error"]
+        assert all(torch.equal(value, untouched[name]) for name, value in result["weights"].items())
 
 
 def test_ranks_agree(ranks):

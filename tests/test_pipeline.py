@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 import coordinator
+from benchmarks.leftovers import leaked_memory, marked_environment, survivors
 from configs import load_config
 from env.launch import find_binary, sumo_environment
 from runtime import checkpoint
@@ -28,8 +28,7 @@ from runtime.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 300  # s; generous, because nothing here measures time
-MARK = f"pipeline-test-{uuid.uuid4().hex}"
-ENVIRONMENT = {**os.environ, "TEST_MARK": MARK, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
 # One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
          "phase1.epochs=6", "phase2.iterations=4", "phase3.epochs=4"]
@@ -68,39 +67,6 @@ def interrupt(folder, run_name, phase, *words):
     return SimpleNamespace(returncode=process.returncode, stdout=log.read_text())
 
 
-def survivors(patience=20):
-    """Command lines of the processes that these tests started and that still live, `patience` seconds later.
-
-    Python's resource tracker ends by itself when its parent has ended, but a moment later.
-    """
-    end = time.monotonic() + patience
-    while (found := living()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
-
-
-def living():
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if MARK.encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has ended, or is not ours
-    return found
-
-
-def leaked_memory(before):
-    """New names in /dev/shm that no living process maps: segments whose owners died."""
-    new, used = set(os.listdir("/dev/shm")) - before, ""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            used += maps.read_text()
-        except OSError:
-            continue
-    return sorted(name for name in new if f"/dev/shm/{name}" not in used)
-
-
 def tree(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
 
@@ -125,10 +91,10 @@ def finished(tmp_path_factory):
     """A coordinator run, interrupted in phase 2 and continued by the same command to its end."""
     folder, shared = tmp_path_factory.mktemp("pipeline"), set(os.listdir("/dev/shm"))
     first = interrupt(folder, "smoke", 2, "coordinator.py", *SMOKE)
-    left, state = survivors(), json.loads((folder / "runs/smoke/state.json").read_text())
+    left, state = survivors(MARK), json.loads((folder / "runs/smoke/state.json").read_text())
     second = run(folder, "coordinator.py", *SMOKE)
     return SimpleNamespace(folder=folder, run=folder / "runs/smoke", first=first, second=second, left=left, state=state,
-                           after=(survivors(), leaked_memory(shared)))
+                           after=(survivors(MARK), leaked_memory(shared)))
 
 
 def test_interrupt_stops_the_pipeline_cleanly(finished):
@@ -204,7 +170,7 @@ def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
         return [*SCRIPT[phase], *SMOKE, f"run.name={name}"], finished.folder / "runs" / name / f"phase{phase}"
     words, own = start(f"stopped{phase}")
     first = interrupt(finished.folder, f"stopped{phase}", phase, *words)
-    assert first.returncode == 0 and "stopped and saved" in first.stdout and survivors() == [], first.stdout
+    assert first.returncode == 0 and "stopped and saved" in first.stdout and survivors(MARK) == [], first.stdout
     done = checkpoint.load(own)["epoch"]
     assert done < EPOCHS[phase]  # else the interrupt came too late to show anything
     second = run(finished.folder, *words)
@@ -215,16 +181,6 @@ def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
         words, through = start("through")
         assert run(finished.folder, *words).returncode == 0
         assert_same_weights(own, through)
-
-
-def test_two_ranks_under_torchrun(finished):
-    words = [str(ROOT / "train_ddp.py"), "--phase", "1", *SMOKE, "run.name=ranks", "phase1.epochs=2"]
-    done = run(finished.folder, "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words)
-    assert done.returncode == 0 and done.stdout.count("phase 1 finished") == 1, done.stderr  # one rank speaks for both
-    state = checkpoint.load(finished.folder / "runs" / "ranks" / "phase1")
-    assert state["epoch"] == 2 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 2 * (24 // 8)
-    assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())
-    assert progress(finished.folder / "runs/ranks", 1) == [1, 2]
 
 
 # ---- evaluating ------------------------------------------------------------------------------------------------
@@ -301,7 +257,7 @@ def refused(folder, *words, may_write=None, launcher=False):
     assert launcher or "Traceback" not in done.stdout + done.stderr  # torchrun shows one of its own
     written = [path for path in written_since(before, folder) if path.is_file()]
     assert [path for path in written if may_write is None or folder / may_write not in path.parents] == []
-    assert survivors() == []
+    assert survivors(MARK) == []
     return done.stderr
 
 

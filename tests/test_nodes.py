@@ -1,0 +1,102 @@
+"""Several nodes: folders that they share, ranks that end with their launcher, and a node that dies and comes back."""
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from data_sets import SAMPLES
+
+from benchmarks.nodes import ROOT, two_nodes, wait_for_checkpoint
+from configs import Config, ConfigError, load_config
+from data.layout import DataError
+from data.location import open_data
+from runtime import checkpoint
+from runtime.distributed import Team
+from runtime.metrics import read_metrics
+from runtime.training import Progress, check_shared, first_to_speak
+
+
+class SecondNode(Team):
+    """Rank 1 of two nodes; `gather` gives what rank 0 says before what this rank says."""
+
+    def __init__(self, said):
+        super().__init__(1, 2, 0, 1, torch.device("cpu"))
+        self.said = said
+
+    def gather(self, value):
+        return [self.said.pop(0), value]
+
+    def barrier(self):
+        pass
+
+
+def test_folder_that_the_nodes_do_not_share_is_refused(tmp_path):
+    """The second node would have continued from other checkpoints than the first, or from none."""
+    (tmp_path / ".shared-word").touch()
+    check_shared(tmp_path, SecondNode(["word", ("here", True)]))
+    with pytest.raises(ConfigError, match=f"{tmp_path}: not the same folder on every node"):
+        check_shared(tmp_path, SecondNode(["another", ("here", True)]))
+    check_shared(tmp_path, Team(1, 2, 1, 2, torch.device("cpu")))  # one node: nobody is asked
+
+
+def test_data_that_a_node_does_not_see_are_refused(tmp_path):
+    """Only the first rank's message was shown, and it had none: such a node ended without a word."""
+    cfg = load_config("configs/smoke.yaml", [f"data.folder={tmp_path}"])
+    with pytest.raises(DataError, match=f"{tmp_path}/raw/metadata.json: not to be seen on {socket.gethostname()};"):
+        open_data(cfg, SecondNode([("first", True)]))
+
+
+def test_ranks_never_continue_from_different_checkpoints(tmp_path):
+    """A network file system may show a node an older moment: it would do other numbers of steps, and hang the rest."""
+    progress = Progress(Config(), SecondNode([12]), tmp_path, None, None, None)  # here there is none
+    with pytest.raises(checkpoint.CheckpointError, match=r"ranks see different checkpoints \(updates \[12, None\]\)"):
+        progress.resume()
+
+
+def test_one_rank_of_a_node_speaks_for_all_in_each_attempt(tmp_path, monkeypatch):
+    """Only rank 0 spoke: a mistake that another rank, or another node, alone could see ended without a word."""
+    heard = []
+    for attempt, rank in ((0, 1), (0, 0), (0, 1), (1, 0)):
+        folder = tmp_path / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        heard.append(first_to_speak())
+    assert heard == [True, False, False, True]
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert first_to_speak()
+
+
+def test_rank_whose_launcher_has_died_while_it_was_starting_leaves():
+    """PyTorch's import takes seconds, after which the kernel would not tell any more: such a rank lived on, held the
+    run folder's lock and waited for its peers."""
+    code = ("import os, signal, sys; sys.path.insert(0, {!r}); from env.launch import die_with_launcher; {}"
+            "die_with_launcher(); print('alive')")
+    kill = "os.kill(os.getppid(), signal.SIGKILL); __import__('time').sleep(0.3); "
+    for early, word, expected in (("", "TORCHELASTIC_RUN_ID", "alive\n"), (kill, "TORCHELASTIC_RUN_ID", ""),
+                                  (kill, "OTHER", "alive\n")):
+        launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code.format(str(ROOT), early)!r}])"
+        done = subprocess.run([sys.executable, "-c", launcher], env={word: "1"}, stdout=subprocess.PIPE, text=True)
+        assert done.stdout == expected
+
+
+def test_node_that_dies_comes_back_and_training_continues(recorded, tmp_path):
+    """Two launchers with one rank each; the second is killed, its rank goes with it, and both end as if nothing had
+    happened. Killed launchers left ranks behind that trained on."""
+    words = ["train_ddp.py", "--phase", "1", "--config", "configs/smoke.yaml", f"data.folder={recorded}",
+             f"data.samples={SAMPLES}", "data.samples_per_chunk=5", "run.threads=1", "phase1.epochs=12"]
+    pair, run = two_nodes(tmp_path, "pair", words), tmp_path / "runs" / "smoke"
+    try:
+        wait_for_checkpoint(run / "phase1", pair[0])
+        assert pair[1].kill() == []
+        pair[1].start()
+        assert [node.process.wait(120) for node in pair] == [0, 0], pair[0].log.read_text()
+    finally:
+        left = [node.kill() for node in pair]
+    assert left == [[], []]
+    said = "".join(node.log.read_text() for node in pair)
+    assert said.count("phase 1 finished") == 1 and "resumed from" in said  # one rank speaks for both
+    assert [row["epoch"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, 13))
+    state = checkpoint.load(run / "phase1")
+    assert state["epoch"] == 12 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 12 * (22 // 8)
+    assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())
