@@ -125,7 +125,7 @@ def phase1(cfg, team, stop):
         c["best"] = facts["loss_held_out"] if best else c["best"]
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
                        memory_mb=sum(tree_memory().values()), time_learn=time.perf_counter() - start)
-        progress.save(best)
+        progress.save(best, may_fail=c["epoch"] < p.epochs)
     team.say(f"phase 1 finished: {folder / 'phase1'}")
 
 
@@ -245,7 +245,7 @@ def phase3(cfg, team, stop):
             asked = team.any(stop.asked)
             boundary = asked or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
-                progress.save(best=True)
+                progress.save(best=True, may_fail=c["epoch"] < p.epochs and not asked)
             if asked and c["epoch"] < p.epochs:
                 return team.say(f"stopped and saved after epoch {c['epoch']}; the same command continues")
     team.say(f"phase 3 finished: {folder / 'phase3'}")

@@ -87,7 +87,7 @@ def phase2(cfg, team, stop):
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
-                progress.save(best)
+                progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
             if asked and c["epoch"] < p.iterations:
                 return team.say(f"stopped and saved after iteration {c['epoch']}; the same command continues")
     team.say(f"phase 2 finished: {folder / 'phase2'}")

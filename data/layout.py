@@ -70,17 +70,23 @@ class Shape(NamedTuple):
 # ---- files -----------------------------------------------------------------------------------------------------
 
 def write_atomically(path, data):
-    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it."""
+    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it. DataError
+    when the disk is full, with nothing half-written left."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        if isinstance(data, np.ndarray):
-            np.lib.format.write_array(file, data, allow_pickle=False)
-        else:
-            file.write(data.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            if isinstance(data, np.ndarray):
+                np.lib.format.write_array(file, data, allow_pickle=False)
+            else:
+                file.write(data.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
+                        "continues") from None
 
 
 def read_json(path, what):

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+HOPELESS = 50  # overflows in a row at the lowest loss scale
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -29,7 +30,7 @@ class HysteresisScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale=amp.init_scale, growth_factor=amp.growth_factor,
                          backoff_factor=amp.backoff_factor, growth_interval=amp.growth_interval, enabled=enabled)
         self.amp, self.agree, self.number, self.overflow = amp, agree, amp.init_scale, False
-        self.overflows_in_row = self.steps_since_growth = self.overflows = 0
+        self.overflows_in_row = self.steps_since_growth = self.overflows = self.stuck = 0
 
     def step(self, optimizer):
         """The optimiser's step, unless a rank found an overflow. Call `unscale_` before."""
@@ -40,9 +41,15 @@ class HysteresisScaler(torch.amp.GradScaler):
         return None if self.overflow else optimizer.step()
 
     def update(self, new_scale=None):
-        """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow."""
+        """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow;
+        FloatingPointError, on all ranks, when a lower scale can no longer help."""
         if not self.is_enabled():
             return False
+        lowest = self.amp.strategy == "static" or self.number <= self.amp.min_scale
+        self.stuck = self.stuck + 1 if self.overflow and lowest else 0
+        if self.stuck == HOPELESS:
+            raise FloatingPointError(f"gradients overflow in {HOPELESS} steps in a row at the lowest loss scale "
+                                     f"{self.number:g}: the loss is NaN or infinite, or amp.min_scale is too high")
         self.number = self._next_scale(self.overflow)
         super().update(self.number)
         return self.overflow

@@ -54,11 +54,12 @@ def first_weights(model, cfg, folder, phases, say):
 
 class Progress:
     """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
+    patience = 3  # checkpoints in a row that may fail
 
     def __init__(self, cfg, team, folder, model, optimizer, scaler):
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.lock = claim(folder) if team.is_main else None
+        self.lock, self.failures = claim(folder) if team.is_main else None, 0
         self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
                          "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
 
@@ -80,16 +81,29 @@ class Progress:
         self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
         return True
 
-    def save(self, best=False):
-        """All ranks call this at the same step; the first writes."""
+    def save(self, best=False, may_fail=False):
+        """All ranks call this at the same step; the first writes. With `may_fail` a full disk is a warning, as long as
+        it is not the third one in a row; otherwise it is a SaveError on all ranks."""
+        error = self._write(best)
+        self.failures = self.failures + 1 if error else 0
+        if self.team.any(bool(error) and (not may_fail or self.failures == self.patience)):  # waits for the first rank
+            raise error or checkpoint.SaveError("the first rank could not save")
+        if error:
+            print(f"WARNING: {error}; older ones are intact, training goes on", file=sys.stderr, flush=True)
+
+    def _write(self, best):
+        """Save on the first rank; returns the SaveError that this ended in, or None."""
         ranks = self.team.gather({"random": checkpoint.random_state(self.team.device)})
         if self.team.is_main:
             state = {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
                      "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
                      "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
                      "config": to_dict(self.cfg)}
-            checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
-        self.team.barrier()
+            try:
+                checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
+            except checkpoint.SaveError as error:
+                return error
+        return None
 
 
 def learning_rate(step, total, peak, warmup, floor=0.05):
