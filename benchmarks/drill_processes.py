@@ -13,21 +13,30 @@ KILL, FREEZE, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 def hit(place, kind, sign, *more):
     """Phase 2 in which one process of a kind gets a signal; returns what happened."""
-    run = place.start(*place.phase(2, "phase2.iterations=3", "phase2.train_batch_size=160", "phase2.fragment_length=40",
-                                   "env.call_timeout_s=2", *more))
+    run = place.start(*place.phase(2, "phase2.iterations=8", "phase2.train_batch_size=240", "phase2.fragment_length=60",
+                                   "phase2.epochs=1", "env.call_timeout_s=2", *more))
     place.until_record(run, 2)
-    victim = of_kind(run, kind)[0]
-    below = [pid for pid in of_kind(run, "sumo") if kind != "sumo" and Path(f"/proc/{pid}/stat").read_text().split()[
-        3] == str(victim)]
-    number, start = len(of_kind(run, kind)), time.monotonic()
-    os.kill(victim, sign)
-    place.until(run, lambda: victim not in (now := of_kind(run, kind)) and len(now) >= number, "not replaced")
-    back = time.monotonic() - start
-    promise(not [pid for pid in below if Path(f"/proc/{pid}").exists()], "the worker's SUMO lives on")
+    hits, seconds = 0, []
+    while "starts anew" not in run.log.read_text():  # one that dies while the learner learns costs nothing
+        hits, victim = hits + 1, of_kind(run, kind)[0]
+        below = [pid for pid in of_kind(run, "sumo") if kind != "sumo" and parent(pid) == victim]
+        number, start = len(of_kind(run, kind)), time.monotonic()
+        os.kill(victim, sign)
+        place.until(run, lambda: victim not in (now := of_kind(run, kind)) and len(now) >= number, "not replaced")
+        seconds.append(time.monotonic() - start)
+        end = time.monotonic() + 2
+        while (left := [pid for pid in below if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
+            time.sleep(0.01)
+        promise(not left, "the worker's SUMO lives on")
     ended_well(place.end(run), "starts anew")
-    lost = sum(row["lost_steps"] for row in place.rows(2))
-    promise(1 <= lost <= 4 and len(place.rows(2)) == 3, f"{lost} lost steps, {len(place.rows(2))} iterations")
-    return f"{lost} control steps lost and counted, replaced after {back:.1f} s, 3 of 3 iterations, {place.nobody_left()}"
+    lost, rows = sum(row["lost_steps"] for row in place.rows(2)), place.rows(2)
+    promise(1 <= lost <= 4 * hits and len(rows) == 8, f"{lost} lost steps, {len(rows)} iterations")
+    return (f"{lost} of {8 * 240} control steps lost and counted, replaced after {max(seconds):.1f} s, all iterations "
+            f"done, {place.nobody_left()}")
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def killed_sumo(place):
@@ -45,7 +54,7 @@ def killed_worker(place):
 def sumo_that_never_starts(place):
     (place.folder / "bad.sumocfg").write_text(
         '<configuration><input><net-file value="bad.net.xml"/></input></configuration>')
-    (place.folder / "bad.net.xml").write_text('<net version="1.20"><edge id="a"><lane id="a_0" speed="fast"/></edge></net>')
+    (place.folder / "bad.net.xml").write_text('<net><edge id="a"><lane id="a_0" speed="fast"/></edge></net>')
     message = refused(place.run(*place.phase(2, "env.scenario=bad.sumocfg")), "bad.sumocfg", "SUMO said: Error")
     return f"exit code 2: {message}"
 
@@ -66,7 +75,8 @@ def terminated_ranks(place):
     place.until_record(run, 1)
     start = time.monotonic()
     run.send_signal(TERM)
-    done = ended_well(place.end(run), "stopped and saved")
+    done = place.end(run)  # torchrun adds a traceback of its own
+    promise(done.code == 0, f"exit code {done.code}: {done.text[-500:]}")
     seconds, state = time.monotonic() - start, place.checkpoint(1)
     promise(len(state["ranks"]) == 2 and done.text.count("stopped and saved") == 1, "not saved once for both ranks")
     before = state["counters"]["updates"]
@@ -97,7 +107,7 @@ def killed_anywhere(place, kills=20):
     promise(worst <= 1 and "DAMAGED" not in done.text, f"{worst} epochs lost at once")
     epochs = [row["epoch"] for row in place.rows(1)]
     promise(epochs == list(range(1, had + 2)), f"epochs recorded: {epochs}")
-    return f"{kills} kills, {while_saving} of them while saving: at most {worst} epoch repeated, never a damaged checkpoint"
+    return f"{kills} kills, {while_saving} while saving: at most {worst} epoch repeated, never a damaged checkpoint"
 
 
 FAILING = """
@@ -137,8 +147,8 @@ def strangers_port(place):
     cfg = load_config("configs/smoke.yaml", ["env.start_timeout_s=20"])
     road, real, taken = build_scenario(cfg, place.folder / "roads"), sumo._free_port, []
     taken.append(real())
-    stranger = subprocess.Popen([find_binary("sumo"), "-c", road, "--remote-port", str(taken[0])], env=sumo_environment(),
-                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stranger = subprocess.Popen([find_binary("sumo"), "-c", road, "--remote-port", str(taken[0])],
+                                env=sumo_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         time.sleep(2)
         offered = list(taken)

@@ -1,5 +1,5 @@
-"""Damaged data, checkpoints and networks. Each function damages files below a prepared folder with a random generator and returns
-(command line, words of which the refusal must name one)."""
+"""Damaged data, checkpoints and networks. Each function damages files below a prepared folder with a random generator
+and returns (command line, words of which the refusal must name one)."""
 import json
 import os
 import pickle
@@ -75,7 +75,8 @@ def description(folder, rng):
     path = [own / "metadata.json", own / "statistics.json", folder / "datasets/smoke/raw/config.json",
             folder / "datasets/smoke/raw/metadata.json"][rng.integers(4)]
     bytes_of(path, rng)
-    if path.exists() and path.parent == own:
+    if path.parent == own:
+        path.touch()  # a missing one is simply made again
         return PHASE1, [path.name]
     return PREPROCESS, [path.name, "config.json"]
 
@@ -119,7 +120,8 @@ class Hostile:
 def manifest_fits(step):
     """Make size and checksum fit, as somebody with bad intentions would."""
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["files"]["state.pt"] = {"bytes": (step / "state.pt").stat().st_size, "sha256": file_hash(step / "state.pt")}
+    path = step / "state.pt"
+    manifest["files"]["state.pt"] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
     (step / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -19,7 +19,8 @@ def settings(node=None, prefix=""):
 def yaml_of(key, text):
     """A YAML document that sets one dotted key to a text of YAML."""
     *sections, last = key.split(".")
-    return "".join(f"{'  ' * i}{name}:\n" for i, name in enumerate(sections)) + f"{'  ' * len(sections)}{last}: {text}\n"
+    lines = [*(f"{'  ' * i}{name}:" for i, name in enumerate(sections)), f"{'  ' * len(sections)}{last}: {text}"]
+    return "\n".join(lines) + "\n"
 
 
 def wrong_value(rng):
@@ -27,7 +28,8 @@ def wrong_value(rng):
     key, value, meta = settings()[rng.integers(len(settings()))]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     wrong = ["[[1]]", "{a: 1}", "~", "!!binary aGVsbG8=", "2024-02-02", '"a\\0b"', '"\\ud800"']
-    wrong += [".nan", ".inf", "-.inf", "true", "text", "9" * 30 if isinstance(value, int) else "9" * 400] if number else []
+    digits = "9" * (30 if isinstance(value, int) else 400)
+    wrong += [".nan", ".inf", "-.inf", "true", "text", digits] if number else []
     wrong += ["-1", "-1e30"] if number and meta.get("low", -1) >= 0 else []
     return yaml_of(key, wrong[rng.integers(len(wrong))]).encode(), [key]
 
@@ -48,8 +50,10 @@ def whole_document(rng):
         b"run: {seed: 2024-13-45}\n", b"run: {seed: !!int x}\n", b"run: {seed: !!timestamp x}\n", b"[" * 3000,
         b"run: {seed: !!float x}\n", b"run: &a {seed: *a}\n", b"run: {? [a, b] : 1}\n", b"run: {<<: 5}\n",
         b"run: {name: !!python/object/apply:os.system ['touch executed']}\n", b"\trun: {}\n", b"run: *nobody\n",
-        b"base: mine.yaml\n", b"base: [a]\n", b"base: gone.yaml\n", b"base: 'a\\0b'\n", b'base: "a\\0b"\n', b"base: .\n",
-        ("base: " + "x" * 5000 + "\n").encode(), b"!!set {run}\n", b"~: 1\n", b"1: 2\n", b"run: {1: 2}\n", b"run: text\n",
+        b"base: mine.yaml\n", b"base: [a]\n", b"base: gone.yaml\n", b"base: 'a\\0b'\n", b'base: "a\\0b"\n',
+        b"base: .\n",
+        ("base: " + "x" * 5000 + "\n").encode(), b"!!set {run}\n", b"~: 1\n", b"1: 2\n", b"run: {1: 2}\n",
+        b"run: text\n",
         b"run: {seed: " + b"7" * 5000 + b"}\n", bytes(rng.integers(0, 256, 300, dtype=np.uint8)), b"run: {name: ''}\n",
         b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
             b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(8)) + b"run: *i\n"]

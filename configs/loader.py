@@ -76,7 +76,8 @@ def _layers(path, seen=()):
     try:
         tree = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+        why = f"{error.strerror} (`base:` of {seen[-1]})" if seen else error.strerror
+        raise ConfigError(f"{path}: cannot read the configuration: {why}") from None
     except Exception as error:  # PyYAML lets errors of many kinds through: month 13, !!int x, [[[[[...
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
     tree = {} if tree is None else tree
@@ -110,7 +111,8 @@ def _merge(node, tree, source, prefix, errors):
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if key not in fields:
-            errors.append(f"{source}: {dotted}: unknown key (value {_shown(value)}); {_suggest(str(key), fields, prefix)}")
+            errors.append(f"{source}: {dotted}: unknown key (value {_shown(value)}); "
+                          + _suggest(str(key), fields, prefix))
         elif dataclasses.is_dataclass(getattr(node, key)):
             if isinstance(value, dict):
                 _merge(getattr(node, key), value, source, dotted + ".", errors)
@@ -126,7 +128,9 @@ def _merge(node, tree, source, prefix, errors):
 
 def _shown(value):
     """A value in a message: short, however large it is (aliases in YAML can stand for gigabytes)."""
-    return reprlib.repr(value)
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother = 2, 80, 80
+    return brief.repr(value)
 
 
 def _suggest(key, fields, prefix):

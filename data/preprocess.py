@@ -39,7 +39,7 @@ def preprocess(cfg, report=print):
 
 
 def is_complete(out):
-    if not (out / "metadata.json").exists():
+    if not all((out / name).exists() for name in ("metadata.json", "statistics.json")):
         return False
     chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
     return all((out / c["file"]).exists() for c in chunks)

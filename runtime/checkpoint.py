@@ -53,7 +53,8 @@ def save(folder, step, state, keep_last=3, best=False):
             _write(folder / "best", final.name)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise SaveError(f"{final}: could not be saved ({why}; {shutil.disk_usage(folder).free >> 20} MB free)") from error
+        free = shutil.disk_usage(folder).free >> 20
+        raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     _prune(folder, keep_last)
@@ -117,8 +118,9 @@ def load_weights(model, weights, schema, source):
     own = model.state_dict()
     problems += [f"missing: {key}" for key in own if key not in weights["model"]]
     problems += [f"unexpected: {key}" for key in weights["model"] if key not in own]
-    problems += [f"{key}: shape {tuple(value.shape)}, here {tuple(own[key].shape)}"
-                 for key, value in weights["model"].items() if key in own and value.shape != own[key].shape]
+    shape = lambda value: tuple(value.shape) if isinstance(value, torch.Tensor) else f"of {value!r:.40}"  # noqa: E731
+    problems += [f"{key}: shape {shape(value)}, here {shape(own[key])}"
+                 for key, value in weights["model"].items() if key in own and shape(value) != shape(own[key])]
     if problems:
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise CheckpointError(f"{source} does not fit this model:\n  " + "\n  ".join(problems[:12]) + more)
