@@ -128,12 +128,12 @@ def refused(done, *words):
     return errors[0][:150]
 
 
-def same(one, other, but=("config",)):
-    """Whether two checkpoints are equal bit for bit."""
+def difference(one, other, at=""):
+    """Where two checkpoints differ first ("config" aside, which holds the run's name), or None: bit for bit."""
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[k], other[k]) for k in one if k not in but)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)
+        return None if torch.equal(one, other) else at
+    if isinstance(one, dict) and list(one) == list(other):
+        return next(filter(None, (difference(one[k], other[k], f"{at}.{k}") for k in one if k != "config")), None)
+    if isinstance(one, (list, tuple)) and len(one) == len(other):
+        return next(filter(None, (difference(a, b, f"{at}.{i}") for i, (a, b) in enumerate(zip(one, other)))), None)
+    return None if one == other else at

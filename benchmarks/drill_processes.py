@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.drill_place import (SMOKE, TORCHRUN, ended_well, of_kind, promise, refused, same)
+from benchmarks.drill_place import ROOT, SMOKE, TORCHRUN, difference, ended_well, of_kind, promise, refused
 
 KILL, FREEZE, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
@@ -127,7 +127,6 @@ sys.exit(run_script(train_ddp.main, train_ddp.USER_ERRORS))
 
 
 def failing_rank(place):
-    from benchmarks.drill_place import ROOT
     (place.folder / "failing.py").write_text(FAILING)
     words = [*TORCHRUN, "failing.py", ROOT, *place.phase(1, "ddp.timeout_s=60")[1:]]
     start, done = time.monotonic(), place.run(*words)
@@ -175,7 +174,8 @@ def side_by_side(place):
     promise(ranks.code == 0, ranks.text[-300:])  # another phase writes to another folder
     for run in pair:
         ended_well(place.end(run), "phase 2 finished")
-    promise(same(place.checkpoint(2, "a"), place.checkpoint(2, "b")), "they disturbed each other")
+    where = difference(place.checkpoint(2, "a"), place.checkpoint(2, "b"))
+    promise(where is None, f"they disturbed each other: {where}")
     run = place.start(*place.phase(2, "run.name=c", "phase2.iterations=1000"))
     place.until_record(run, 2, name="c")
     ranks = place.run(*TORCHRUN, *place.phase(2, "run.name=c"))

@@ -4,12 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.drill_place import SMOKE, TORCHRUN, ended_well, promise, refused, same
+from benchmarks.drill_place import SMOKE, difference, ended_well, promise, refused
 
 
 def interrupted(place, phase, name, *more):
@@ -31,7 +30,8 @@ def exact(place, phases, *more):
         ended_well(place.run(*place.phase(phase, f"run.name=whole{phase}", *more)))
         stops.append(f"phase {phase} stopped in epoch {interrupted(place, phase, f'cut{phase}', *more)}")
         one, other = (place.checkpoint(phase, f"{kind}{phase}") for kind in ("whole", "cut"))
-        promise(same(one, other), f"phase {phase}: not the same")
+        where = difference(one, other)
+        promise(where is None, f"phase {phase}: not the same: {where}")
     return f"{', '.join(stops)}: weights, optimiser, counters, random states equal"
 
 
@@ -46,7 +46,8 @@ def exact_rl(place):
 def other_world_size(place):
     seen = []
     for ranks in (2, 1, 2):
-        run = place.start("coordinator.py", *SMOKE, "--only", "phase1", f"coordinator.nproc={ranks}", "phase1.epochs=60")
+        run = place.start("coordinator.py", *SMOKE, "--only", "phase1", f"coordinator.nproc={ranks}",
+                          "phase1.epochs=60")
         had = len(place.rows(1))
         place.until(run, lambda: len(place.rows(1)) > had)
         run.send_signal(signal.SIGTERM)

@@ -40,7 +40,8 @@ def command(words):
 def prepare(folder):
     """A small data set, a checkpoint of phase 2 and a network, made by the real command lines."""
     for script in ("data.collect", "data.preprocess", "train_rl.py"):
-        subprocess.run(command([script, *SMOKE, "phase2.iterations=1"]), cwd=folder, env=ENVIRONMENT, check=True, capture_output=True)
+        subprocess.run(command([script, *SMOKE, "phase2.iterations=1"]), cwd=folder, env=ENVIRONMENT, check=True,
+                       capture_output=True)
     shutil.copy(next(folder.glob("runs/smoke/scenario/*/corridor.net.xml")), folder / "a.net.xml")
     shutil.rmtree(folder / "runs/smoke/scenario")
     return folder

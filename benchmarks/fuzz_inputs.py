@@ -152,7 +152,7 @@ def saved(folder, rng):
         damage_state(state, rng, how)
         torch.save(state, path)
     manifest_fits(step)
-    return (SCORE if rng.random() < 0.7 or how == 7 else ["train_rl.py", *SMOKE]), words
+    return (SCORE if rng.random() < 0.7 or how > 5 else ["train_rl.py", *SMOKE]), words
 
 
 def _still_right(step):
@@ -222,7 +222,7 @@ def network(folder, rng):
         ("a.net.xml", net.replace('shape="', 'shape="x')), ("a.net.xml", net.replace('length="', 'length="-')),
         ("a.rou.xml", f"<routes>{route}"), ("a.rou.xml", binary), ("a.rou.xml", b""), ("a.rou.xml", None),
         ("a.rou.xml", f"<routes>{route.replace('type=' + chr(34) + 'car', 'type=' + chr(34) + 'ufo')}</routes>"),
-        ("a.rou.xml", f"<routes>{route.replace(edge, 'nowhere')}</routes>"), ("a.rou.xml", "<net/>"),
+        ("a.rou.xml", f"<routes>{route.replace(edge, 'nowhere')}</routes>"), ("a.rou.xml", "<routes"),
         ("a.rou.xml", f"<routes>{route.replace('depart=' + chr(34) + '0', 'depart=' + chr(34) + 'soon')}</routes>")]
     name, content = damages[rng.integers(len(damages))]
     path = Path(folder / name)

@@ -205,6 +205,8 @@ def check_settings(path, settings, remedy):
     """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
     path = Path(path)
     if not path.exists():
+        if any(path.parent.glob("chunk_*")):
+            raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1))
         return

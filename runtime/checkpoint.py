@@ -121,6 +121,8 @@ def load_weights(model, weights, schema, source):
     shape = lambda value: tuple(value.shape) if isinstance(value, torch.Tensor) else f"of {value!r:.40}"  # noqa: E731
     problems += [f"{key}: shape {shape(value)}, here {shape(own[key])}"
                  for key, value in weights["model"].items() if key in own and shape(value) != shape(own[key])]
+    problems += [f"{key}: NaN or infinite" for key, value in weights["model"].items()
+                 if isinstance(value, torch.Tensor) and not torch.isfinite(value).all()]
     if problems:
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise CheckpointError(f"{source} does not fit this model:\n  " + "\n  ".join(problems[:12]) + more)

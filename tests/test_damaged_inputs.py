@@ -9,6 +9,7 @@ from data_sets import config, silent
 from test_checkpoint import trainee
 
 from configs import Config, ConfigError, load_config
+from data.collect import collect
 from data.layout import DataError, write_atomically
 from data.preprocess import preprocess
 from env import launch
@@ -131,6 +132,14 @@ def test_missing_statistics_are_made_again(copy):
     path.unlink()
     preprocess(config(copy), silent)
     assert path.read_bytes() == before
+
+
+def test_chunks_without_their_settings_are_refused(raw):
+    """config.json was written anew, so that a data set of other settings counted as one of these."""
+    (raw / "raw/config.json").unlink()
+    for step in (collect, preprocess):
+        with pytest.raises(DataError, match="config.json: missing, although"):
+            step(config(raw, "data.seed=5"), silent)
 
 
 def test_gradients_that_always_overflow_end_training(monkeypatch):
