@@ -59,7 +59,7 @@ def no_sumo(place):
     for name in ("sumo", "old/sumo"):
         (place.folder / name / "__init__.py").write_text("")
     (old / "eclipse_sumo-1.20.0.dist-info/METADATA").write_text("Name: eclipse-sumo\nVersion: 1.20.0\n")
-    for path, words in ((place.folder, ("SUMO not found", "bin/sumo")), (old, ("1.20.0", "1.28"))):
+    for path, words in ((place.folder, ("SUMO not found", "sumo/bin/")), (old, ("1.20.0", "1.28"))):
         root = place.environment["PYTHONPATH"]
         said.append(refused(place.run(*place.phase(2), PYTHONPATH=f"{path}:{root}"), *words))
     return "; ".join(said)

@@ -45,7 +45,7 @@ class Place:
     def start(self, *words, **environment):
         """A command line with everything it prints in `.log`."""
         script = [str(ROOT / words[0])] if words[0].endswith(".py") else ["-m", words[0]]
-        words = [str(ROOT / w) if w.startswith("train_") and w.endswith(".py") else str(w) for w in words[1:]]
+        words = [str(ROOT / w if w in ("train_ddp.py", "train_rl.py") else w) for w in words[1:]]
         self.number += 1
         log = self.folder / f"log{self.number}.txt"
         with open(log, "w") as out:

@@ -13,12 +13,14 @@ KILL, FREEZE, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
 
 def hit(place, kind, sign, *more):
     """Phase 2 in which one process of a kind gets a signal; returns what happened."""
-    run = place.start(*place.phase(2, "phase2.iterations=8", "phase2.train_batch_size=240", "phase2.fragment_length=60",
-                                   "phase2.epochs=1", "env.call_timeout_s=2", *more))
+    run = place.start(*place.phase(2, "phase2.iterations=999", "phase2.train_batch_size=240",
+                                   "phase2.fragment_length=60", "phase2.epochs=1", "env.call_timeout_s=2", *more))
     place.until_record(run, 2)
     hits, seconds = 0, []
-    while "starts anew" not in run.log.read_text():  # one that dies while the learner learns costs nothing
-        hits, victim = hits + 1, of_kind(run, kind)[0]
+    while not (lost := sum(row["lost_steps"] for row in place.rows(2))):  # one that dies while nobody steps costs none
+        had, hits = len(place.rows(2)), hits + 1
+        time.sleep(random.random())
+        victim = of_kind(run, kind)[0]
         below = [pid for pid in of_kind(run, "sumo") if kind != "sumo" and parent(pid) == victim]
         number, start = len(of_kind(run, kind)), time.monotonic()
         os.kill(victim, sign)
@@ -28,11 +30,12 @@ def hit(place, kind, sign, *more):
         while (left := [pid for pid in below if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
             time.sleep(0.01)
         promise(not left, "the worker's SUMO lives on")
-    ended_well(place.end(run), "starts anew")
-    lost, rows = sum(row["lost_steps"] for row in place.rows(2)), place.rows(2)
-    promise(1 <= lost <= 4 * hits and len(rows) == 8, f"{lost} lost steps, {len(rows)} iterations")
-    return (f"{lost} of {8 * 240} control steps lost and counted, replaced after {max(seconds):.1f} s, all iterations "
-            f"done, {place.nobody_left()}")
+        place.until(run, lambda: len(place.rows(2)) > had)
+    run.send_signal(TERM)
+    promise("starts anew" in ended_well(place.end(run), "stopped and saved").text, "nothing was said")
+    promise(lost <= 4 * hits, f"{lost} lost steps")
+    return (f"{lost} of {len(place.rows(2)) * 240} steps lost and counted, replaced after {max(seconds):.1f} s, "
+            f"training went on, {place.nobody_left()}")
 
 
 def parent(pid):

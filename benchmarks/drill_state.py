@@ -106,9 +106,13 @@ def full_disk(place):
 
 def fill(disk, leave):
     """Leave so many bytes free; returns the file to remove."""
-    free = shutil.disk_usage(disk).free
-    with open(disk / "balloon", "wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(free - leave, 1))
+    with open(disk / "balloon", "ab") as file:
+        while (free := shutil.disk_usage(disk).free) > leave:
+            try:
+                os.posix_fallocate(file.fileno(), file.tell(), free - leave)
+            except OSError:  # the training was faster
+                continue
+            file.seek(0, os.SEEK_END)
     return disk / "balloon"
 
 

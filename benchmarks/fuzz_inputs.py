@@ -152,7 +152,7 @@ def saved(folder, rng):
         damage_state(state, rng, how)
         torch.save(state, path)
     manifest_fits(step)
-    return (SCORE if rng.random() < 0.7 or how > 5 else ["train_rl.py", *SMOKE]), words
+    return (SCORE if rng.random() < 0.7 and how != 6 or how == 7 else ["train_rl.py", *SMOKE]), words
 
 
 def _still_right(step):
@@ -187,7 +187,7 @@ def damage_state(state, rng, how):
                  lambda: weights.update({name: torch.full_like(weights[name].float(), float("nan"))})]
         parts[rng.integers(len(parts))]()
     elif how == 6:
-        key = ["weights", "config"][rng.integers(2)]
+        key = ["weights", "optimizer", "counters", "ranks"][rng.integers(4)]
         state[key] = [None, [], "text", 5][rng.integers(4)]
     else:
         tree = [state["config"], state["config"]["model"], state["weights"]["schema"]][rng.integers(3)]

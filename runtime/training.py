@@ -69,14 +69,19 @@ class Progress:
         if state is None:
             return False
         checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.counters.update(state["counters"])
-        ranks = state["ranks"]
-        if len(ranks) == self.team.world:
-            checkpoint.restore_random_state(ranks[self.team.rank]["random"], self.team.device)
-        else:
-            self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start anew")
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.counters.update(state["counters"])
+            ranks = state["ranks"]
+            if len(ranks) == self.team.world:
+                checkpoint.restore_random_state(ranks[self.team.rank]["random"], self.team.device)
+            else:
+                self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start "
+                              "anew")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
+                                             f"program: {type(error).__name__} {error}") from None
         c = self.counters
         self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
         return True

@@ -165,3 +165,20 @@ def test_sumo_of_an_older_release_is_refused(monkeypatch):
     with pytest.raises(launch.SumoError, match="SUMO 1.20.0 in .* is too old, 1.28"):
         launch.find_binary("sumo")
     launch.check_release.cache_clear()
+
+
+@pytest.mark.parametrize("key, value", [("optimizer", None), ("counters", "text"), ("ranks", [{}]), ("scaler", 5)])
+def test_checkpoint_with_a_wrong_part_is_refused(tmp_path, key, value):
+    """It was a traceback, although weights and checksums were right."""
+    progress, step = trainee(tmp_path, 1)
+    step(), progress.save()
+    checkpoint.save(tmp_path, 2, {**checkpoint.load(tmp_path), key: value})
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be continued from"):
+        trainee(tmp_path, 2)[0].resume()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    weights = {"schema": {}, "model": {**model.state_dict(), "bias": torch.tensor([float("nan")])}}
+    with pytest.raises(checkpoint.CheckpointError, match="bias: NaN or infinite"):
+        checkpoint.load_weights(model, weights, {}, tmp_path)
