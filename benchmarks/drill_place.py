@@ -128,12 +128,18 @@ def refused(done, *words):
     return errors[0][:150]
 
 
+LEARNED = ("weights", "optimizer", "scaler", "counters")  # of a checkpoint
+
+
 def difference(one, other, at=""):
-    """Where two checkpoints differ first ("config" aside, which holds the run's name), or None: bit for bit."""
+    """Where two nested values differ first, bit for bit, or None. Of checkpoints what is learned is compared: `config`
+    holds the run's name, and nothing that is learned depends on the global random generators that `ranks` hold."""
+    if not at:
+        one, other = ({name: state[name] for name in LEARNED} for state in (one, other))
     if isinstance(one, torch.Tensor):
         return None if torch.equal(one, other) else at
     if isinstance(one, dict) and list(one) == list(other):
-        return next(filter(None, (difference(one[k], other[k], f"{at}.{k}") for k in one if k != "config")), None)
+        return next(filter(None, (difference(one[k], other[k], f"{at}.{k}") for k in one)), None)
     if isinstance(one, (list, tuple)) and len(one) == len(other):
         return next(filter(None, (difference(a, b, f"{at}.{i}") for i, (a, b) in enumerate(zip(one, other)))), None)
     return None if one == other else at

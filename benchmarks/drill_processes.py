@@ -168,23 +168,21 @@ def strangers_port(place):
 
 
 def side_by_side(place):
-    """Phase 2 alone; then twice at once under two names; then a second one in the same folder, and after a kill."""
-    ended_well(place.run(*place.phase(2)))
-    pair = [place.start(*place.phase(2, f"run.name={name}", "phase2.iterations=3")) for name in ("a", "b")]
-    place.until_record(pair[0], 2, name="a")
-    second = refused(place.run(*place.phase(2, "run.name=a", "phase2.iterations=3")), "runs/a/phase2", "run.name")
-    ranks = place.run(*TORCHRUN, *place.phase(1, "run.name=a"))
-    promise(ranks.code == 0, ranks.text[-300:])  # another phase writes to another folder
+    """Phase 2 twice at once under two names; then a second one in the folder of a living run, and after a kill."""
+    pair = [place.start(*place.phase(2, f"run.name={name}")) for name in ("a", "b")]
     for run in pair:
         ended_well(place.end(run), "phase 2 finished")
     where = difference(place.checkpoint(2, "a"), place.checkpoint(2, "b"))
     promise(where is None, f"they disturbed each other: {where}")
     run = place.start(*place.phase(2, "run.name=c", "phase2.iterations=1000"))
     place.until_record(run, 2, name="c")
+    second = refused(place.run(*place.phase(2, "run.name=c")), "runs/c/phase2", "run.name")
     ranks = place.run(*TORCHRUN, *place.phase(2, "run.name=c"))
     promise(ranks.code and "runs/c/phase2: another process" in ranks.text, ranks.text[-300:])
+    promise(run.poll() is None, "the first one was disturbed")
     run.kill()
     run.wait()
     place.nobody_left()
-    ended_well(place.run(*place.phase(2, "run.name=c")), "resumed from")
+    done = len(place.rows(2, "c"))
+    ended_well(place.run(*place.phase(2, "run.name=c", f"phase2.iterations={done + 1}")), "resumed from")
     return f"equal weights; the second in one folder, torchrun too: {second}; a dead owner's lock does not block"
