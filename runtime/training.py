@@ -72,10 +72,10 @@ class Progress:
         try:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
-            self.counters.update(state["counters"])
-            ranks = state["ranks"]
+            self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
+            ranks = [rank["random"] for rank in state["ranks"]]
             if len(ranks) == self.team.world:
-                checkpoint.restore_random_state(ranks[self.team.rank]["random"], self.team.device)
+                checkpoint.restore_random_state(ranks[self.team.rank], self.team.device)
             else:
                 self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start "
                               "anew")
