@@ -30,9 +30,10 @@ from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
+from runtime.ending import run_script
 from runtime.scores import summarise, table
 from runtime.tracks import Recorded, save_tracks
-from runtime.training import run_script, schema
+from runtime.training import schema
 from train_ddp import USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
@@ -141,10 +142,12 @@ def find_checkpoint(path):
     path = Path(path)
     for folder in (*(path / f"phase{n}" for n in (3, 2, 1)), path):
         state = checkpoint.load(folder) if folder.is_dir() else None
+        if state is None and (path / "manifest.json").exists():
+            state, folder = checkpoint.load_step(path), path
         if state is not None:
+            if not isinstance(state, dict) or not isinstance(state.get("config"), dict):
+                raise checkpoint.CheckpointError(f"{folder}: not a checkpoint of this program (no configuration)")
             return state, folder
-    if (path / "manifest.json").exists():
-        return checkpoint.load_step(path), path
     raise checkpoint.CheckpointError(f"{path}: no checkpoint there; expected a run folder, phaseN in it, or a step")
 
 

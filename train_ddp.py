@@ -36,12 +36,13 @@ from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
 from runtime.checkpoint import CheckpointError
 from runtime.distributed import StopRequest, start_team, wrap
+from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.rollout import Collector
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, learning_rate, mean_logs,
-                              reduce_on_plateau, rescale_values, run_folder, run_script, save_config,
+                              reduce_on_plateau, rescale_values, run_folder, same_number, save_config,
                               set_learning_rate, share_of_workers, to_device)
 
 USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
@@ -125,7 +126,7 @@ def phase1(cfg, team, guard):
         c["best"] = facts["loss_held_out"] if best else c["best"]
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
                        **guard.facts(), time_learn=time.perf_counter() - start)
-        progress.save(best)
+        progress.save(best, may_fail=c["epoch"] < p.epochs)
     team.say(f"phase 1 finished: {folder / 'phase1'}")
 
 
@@ -219,11 +220,9 @@ def phase3(cfg, team, guard):
     module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
-        if len(set(team.gather(pool.num_envs))) > 1:  # then the ranks would do unequal numbers of optimiser steps
-            raise ConfigError("phase 3: unequal numbers of environments: start as many ranks on each node")
-        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch; "
-                 f"global batch {team.world} x {p.batch_size} x accumulation {p.accumulation} = "
-                 f"{team.world * p.batch_size * p.accumulation} sequences of {p.sequence_length} steps")
+        same_number(team, pool.num_envs)
+        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch, "
+                 f"batch {p.batch_size} x accumulation {p.accumulation} sequences of {p.sequence_length} steps each")
         boundary = True
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
@@ -248,7 +247,7 @@ def phase3(cfg, team, guard):
             fewer = spare and guard.give_up_worker(pool)
             boundary = asked or fewer or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
-                progress.save(best=True)
+                progress.save(best=True, may_fail=c["epoch"] < p.epochs and not asked)
             if asked and c["epoch"] < p.epochs:
                 return guard.leave(f"after epoch {c['epoch']}")
     team.say(f"phase 3 finished: {folder / 'phase3'}")
@@ -316,8 +315,7 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
 
 def add_options(parser):
     parser.add_argument("--phase", type=int, choices=(1, 3), required=True)
-    parser.add_argument("--find-batch-size", type=float, metavar="GB", nargs="?", const=12.0,
-                        help="phase 1: try micro-batches against the memory (GB without a GPU), train nothing")
+    parser.add_argument("--find-batch-size", type=float, metavar="GB", nargs="?", const=12.0, help="for phase 1 only")
 
 
 def try_batches(cfg, team, budget_gb):
@@ -326,8 +324,8 @@ def try_batches(cfg, team, budget_gb):
     model.freeze("controller", "safety_shield")
     optimizer, precision = torch.optim.AdamW(model.parameters()), Precision(p.amp, team.device, team.any)
     module = wrap(WorldModelLoss(model, 2, p.checkpointing), team, cfg.ddp)
-    find_batch_size(cfg, team, lambda batch: optimiser_step(module, [(batch, 1e3)], optimizer, precision, p.clip_norm),
-                    budget_gb)
+    step = lambda batch: optimiser_step(module, [(batch, 1e3)], optimizer, precision, p.clip_norm)  # noqa: E731
+    find_batch_size(cfg, team, step, budget_gb)
 
 
 @record

@@ -28,12 +28,13 @@ from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
 from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
+from runtime.ending import run_script
 from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
 from runtime.storage import Minibatches, SpillError
-from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder, run_script,
+from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
                               save_config, set_learning_rate, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
@@ -97,7 +98,7 @@ def phase2(cfg, team, guard):
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
-                progress.save(best)
+                progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
     team.say(f"phase 2 finished: {folder / 'phase2'}")

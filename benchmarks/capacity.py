@@ -24,8 +24,8 @@ from configs.command_line import parse
 from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
 from evaluate import parse_seeds
+from runtime.ending import run_script
 from runtime.scores import mean_ci
-from runtime.training import run_script
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
 CLOSED = ("ring", "figure_eight")

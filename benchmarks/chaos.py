@@ -26,9 +26,9 @@ from benchmarks.leftovers import marked_environment, survivors
 from benchmarks.report import finish, load_line
 from configs import ConfigError
 from configs.command_line import parse
+from runtime.ending import run_script
 from runtime.memory import component, process_tree
 from runtime.metrics import read_metrics
-from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["data.samples=100", "phase1.epochs=2", "phase1.stage1_epochs=1", "phase2.checkpoint_every=1",

@@ -16,9 +16,9 @@ import numpy as np
 from configs import ConfigError
 from configs.command_line import parse
 from evaluate import parse_seeds
+from runtime.ending import run_script
 from runtime.metrics import read_metrics
 from runtime.scores import mean_ci
-from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 

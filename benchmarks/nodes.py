@@ -21,8 +21,8 @@ from benchmarks.resume import equal
 from configs import ConfigError
 from configs.command_line import parse
 from runtime import checkpoint
+from runtime.ending import run_script
 from runtime.metrics import read_metrics
-from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGER = ["run.threads=1", "phase1.epochs=6", "phase2.iterations=6", "phase3.epochs=6", "rollout.num_workers=1"]

@@ -27,8 +27,8 @@ from benchmarks.report import finish, load_line
 from configs import ConfigError
 from configs.command_line import parse
 from runtime import checkpoint
+from runtime.ending import run_script
 from runtime.metrics import read_metrics
-from runtime.training import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGER = ["run.threads=1", "phase1.epochs=6", "phase2.iterations=4", "phase3.epochs=4"]

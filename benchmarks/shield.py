@@ -22,8 +22,8 @@ from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
 from env.workers import WorkerError, make_pool
 from controllers import BaselineController
 from evaluate import parse_seeds, run_jobs
-from runtime.training import run_script
 from train_ddp import USER_ERRORS
+from runtime.ending import run_script
 
 SAFE_SPEED = 1  # bit of SUMO's speed mode
 GUARDS = {"shield": (True, False), "shield and SUMO": (True, True), "SUMO": (False, True), "none": (False, False)}

@@ -20,8 +20,8 @@ from env.traffic_env import check_scenario
 from env.workers import WorkerError
 from controllers import CONTROLLERS
 from evaluate import evaluate_suite, settings
+from runtime.ending import run_script
 from runtime.scores import summarise
-from runtime.training import run_script
 from train_ddp import USER_ERRORS
 
 CORRIDORS = ("corridor.main_flow=2400 corridor.ramp_flow=1200", "corridor.main_flow=3000 corridor.ramp_flow=1000",

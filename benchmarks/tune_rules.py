@@ -31,8 +31,8 @@ from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from controllers import BaselineController
 from evaluate import parse_seeds, run_jobs
+from runtime.ending import run_script
 from runtime.scores import summarise, table
-from runtime.training import run_script
 from train_ddp import USER_ERRORS
 
 RANGES = {"reach_m": (50, 500), "vehicles": (1, 6), "ahead": (0.05, 0.6), "gain": (0.2, 1.5), "offset": (-3, 4),

@@ -32,8 +32,9 @@ from models import objectives
 from models.policy import TrafficModel
 from models.risk_gnn import INPUTS, SPEED
 from runtime import checkpoint
+from runtime.ending import run_script
 from runtime.scores import mean_ci
-from runtime.training import run_script, schema
+from runtime.training import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"

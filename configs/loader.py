@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import reprlib
 import types
 import typing
 from pathlib import Path
@@ -66,8 +67,11 @@ def from_dict(tree, source="saved config"):
 
 
 def dump_config(config, path):
-    """Write the resolved configuration as YAML."""
-    Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    """Write the resolved configuration as YAML; ConfigError when that is impossible."""
+    try:
+        Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"{path}: could not be written: {error.strerror}") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -83,23 +87,24 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def layers(path, seen=()):
     """[(file name, tree)] from the innermost base to `path` itself."""
-    if not path.exists() and (FOLDER / path.name).exists() and (seen or path.parent in (Path("."), Path("configs"))):
+    if not path.is_file() and (FOLDER / path.name).is_file() and (seen or path.parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")
     try:
         tree = yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}; expected a YAML file of your own "
-                          f"or one of configs/: {', '.join(sorted(p.name for p in FOLDER.glob('*.yaml')))}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        why = f"{error.strerror} (`base:` of {seen[-1]})" if seen else error.strerror
+        raise ConfigError(f"{path}: cannot read the configuration: {why}; expected a YAML file of your own or one of "
+                          f"configs/: {', '.join(sorted(p.name for p in FOLDER.glob('*.yaml')))}") from None
+    except Exception as error:  # PyYAML lets errors of many kinds through: month 13, !!int x, [[[[[...
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected sections such as `env:` at the top level, found {tree!r}")
+        raise ConfigError(f"{path}: expected sections such as `env:` at the top level, found {_shown(tree)}")
     base = tree.pop("base", None)
-    if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: base: expected the name of a YAML file, found {base!r}")
+    if base is not None and not (isinstance(base, str) and base.isprintable() and 0 < len(base) < 255):
+        raise ConfigError(f"{path}: base: expected the name of a YAML file, found {_shown(base)}")
     below = layers(path.parent / base, (*seen, path.resolve())) if base else []
     return below + [(str(path), tree)]
 
@@ -126,18 +131,26 @@ def _merge(node, tree, source, prefix, errors):
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         if key not in fields:
-            errors.append(f"{source}: {dotted}: unknown key (value {value!r}); {_suggest(str(key), fields, prefix)}")
+            errors.append(f"{source}: {dotted}: unknown key (value {_shown(value)}); "
+                          + _suggest(str(key), fields, prefix))
         elif dataclasses.is_dataclass(getattr(node, key)):
             if isinstance(value, dict):
                 _merge(getattr(node, key), value, source, dotted + ".", errors)
             else:
-                errors.append(f"{source}: {dotted}: {value!r} is not a section; expected keys below it: "
+                errors.append(f"{source}: {dotted}: {_shown(value)} is not a section; expected keys below it: "
                               + ", ".join(f.name for f in dataclasses.fields(getattr(node, key))[:6]))
         else:
             try:
                 setattr(node, key, _checked(value, fields[key]))
             except ValueError as error:
-                errors.append(f"{source}: {dotted}: {value!r} is not valid; expected {error}")
+                errors.append(f"{source}: {dotted}: {_shown(value)} is not valid; expected {error}")
+
+
+def _shown(value):
+    """A value in a message: short, however large it is (aliases in YAML can stand for gigabytes)."""
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxstring, brief.maxother = 2, 80, 80
+    return brief.repr(value)
 
 
 def _suggest(key, fields, prefix):
@@ -184,11 +197,12 @@ def _cast(value, kind):
                 value = float(value)
             except ValueError:
                 raise ValueError("a whole number") from None
-        if isinstance(value, int):
-            return value
-        if isinstance(value, float) and math.isfinite(value) and int(value) == value:
+        if isinstance(value, (int, float)) and abs(value) < 2 ** 31 and int(value) == value:
             return int(value)
-    elif kind is not int and isinstance(value, kind):
+    elif kind is str and isinstance(value, str):
+        if value.isprintable():  # no file system takes a zero byte or half a surrogate
+            return value
+    elif kind is bool and isinstance(value, bool):
         return value
     raise ValueError(_name(kind))
 

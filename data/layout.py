@@ -74,17 +74,23 @@ class Shape(NamedTuple):
 # ---- files -----------------------------------------------------------------------------------------------------
 
 def write_atomically(path, data):
-    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it."""
+    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it. DataError
+    when the disk is full, with nothing half-written left."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        if isinstance(data, np.ndarray):
-            np.lib.format.write_array(file, data, allow_pickle=False)
-        else:
-            file.write(data.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            if isinstance(data, np.ndarray):
+                np.lib.format.write_array(file, data, allow_pickle=False)
+            else:
+                file.write(data.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
+                        "continues") from None
 
 
 def read_json(path, what):
@@ -208,6 +214,8 @@ def check_settings(path, settings, remedy):
     """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
     path = Path(path)
     if not path.exists():
+        if any(path.parent.glob("chunk_*")):
+            raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(settings, indent=1))
         return

@@ -39,8 +39,8 @@ def preprocess(cfg, report=print):
 
 
 def is_complete(out):
-    """Whether metadata.json and all chunks that it names are there."""
-    if not (out / "metadata.json").exists():
+    """Whether metadata.json, the statistics and all chunks that it names are there."""
+    if not all((out / name).exists() for name in ("metadata.json", "statistics.json")):
         return False
     chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
     return all((out / c["file"]).exists() for c in chunks)

@@ -1,6 +1,7 @@
 """Finding and starting SUMO's real binaries from the eclipse-sumo wheel, without SUMO_HOME."""
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
 PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
+OLDEST, REMEDY = (1, 28), "install it with `pip install eclipse-sumo==1.28.*`"
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -22,13 +24,25 @@ def sumo_home():
     """Folder of SUMO inside the eclipse-sumo wheel; raises SumoError when it is not installed."""
     spec = importlib.util.find_spec("sumo")
     if spec is None or not spec.origin:
-        raise SumoError("SUMO not found: no Python package `sumo`; install it with `pip install eclipse-sumo==1.28.*`")
+        raise SumoError(f"SUMO not found: no Python package `sumo`; {REMEDY}")
     return Path(spec.origin).parent
+
+
+@functools.cache
+def check_release():
+    """Raise SumoError when the installed eclipse-sumo is older than the release that this program works with."""
+    try:
+        found = importlib.metadata.version("eclipse-sumo")
+    except importlib.metadata.PackageNotFoundError:
+        return  # SUMO from elsewhere under the package's name
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        raise SumoError(f"SUMO {found} in {sumo_home()} is too old, 1.28 is the oldest that works; {REMEDY}")
 
 
 def find_binary(name):
     """Path of the real binary `name` (the `sumo` command of the wheel is only a wrapper around it)."""
     path = sumo_home() / "bin" / name
+    check_release()
     if not path.is_file():
         raise SumoError(f"SUMO not found: {path} does not exist; reinstall eclipse-sumo")
     return str(path)

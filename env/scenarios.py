@@ -35,9 +35,9 @@ def build_scenario(cfg, folder):
                 (work / f"{root}.xml").write_text(_xml(root, lines))
             _netconvert(work, name)
             os.replace(work, target)
-        except OSError:  # another process was first
-            if not config.exists():
-                raise
+        except OSError as error:
+            if not config.exists():  # else another process was first
+                raise SumoError(f"{target}: could not be written: {error.strerror}") from None
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return str(config)

@@ -13,6 +13,7 @@ its last observation and `arrays` that of the next episode, if `next_seeds` gave
 is set, simulator or worker crashed or froze during the step and was replaced: the step and the rest of its episode do
 not exist, and `arrays` holds the next episode's first observation.
 """
+import contextlib
 import mmap
 import multiprocessing.connection
 import os
@@ -139,10 +140,8 @@ class WorkerPool(Pool):
         self._tell(w, (self.cfg, list(indices), self.block_envs, self.folder, processor))
 
     def _tell(self, w, message):
-        try:
+        with contextlib.suppress(OSError):  # it has gone: `_answer_of` will see it
             self.pipes[w].send(message)
-        except OSError:
-            pass  # it has gone: `_answer_of` will see it
 
     def _dispatch(self, orders):
         by_worker = {}

@@ -23,32 +23,41 @@ class CheckpointError(Exception):
     """No usable checkpoint, or one of another model; the message names the file."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint could not be written; the older ones are as they were."""
+
+
 def save(folder, step, state, keep_last=3, best=False):
-    """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`."""
+    """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`.
+
+    SaveError when the disk is full or cannot be written to: nothing half-written is left, and older ones stay."""
     folder = Path(folder)
     _put_back(folder)
     final, work = folder / f"step_{step:06d}", folder / f".step_{step:06d}.tmp"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     try:
+        work.mkdir(parents=True)
         with open(work / "state.pt", "wb") as file:
             torch.save(state, file)
             _flush(file)
         facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}
         manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
         _write(work / "manifest.json", json.dumps(manifest, indent=1))
-    except BaseException:  # torch reports a full disk as RuntimeError
+        if final.exists():  # the same step again, after a resume: never two halves under one name
+            old = folder / f".old_{final.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+        work.rename(final)
+        _sync_folder(folder)
+        _write(folder / "latest", final.name)
+        if best:
+            _write(folder / "best", final.name)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        free = shutil.disk_usage(folder).free >> 20
+        raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
+    finally:
         shutil.rmtree(work, ignore_errors=True)
-        raise
-    if final.exists():  # the same step again, after a resume: never two halves under one name
-        old = folder / f".old_{final.name}"
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    work.rename(final)
-    _sync_folder(folder)
-    _write(folder / "latest", final.name)
-    if best:
-        _write(folder / "best", final.name)
     _prune(folder, keep_last)
     return final
 
@@ -113,8 +122,11 @@ def load_weights(model, weights, schema, source):
     own = model.state_dict()
     problems += [f"missing: {key}" for key in own if key not in weights["model"]]
     problems += [f"unexpected: {key}" for key in weights["model"] if key not in own]
-    problems += [f"{key}: shape {tuple(value.shape)}, here {tuple(own[key].shape)}"
-                 for key, value in weights["model"].items() if key in own and value.shape != own[key].shape]
+    shape = lambda value: tuple(value.shape) if isinstance(value, torch.Tensor) else f"of {value!r:.40}"  # noqa: E731
+    problems += [f"{key}: shape {shape(value)}, here {shape(own[key])}"
+                 for key, value in weights["model"].items() if key in own and shape(value) != shape(own[key])]
+    problems += [f"{key}: NaN or infinite" for key, value in weights["model"].items()
+                 if isinstance(value, torch.Tensor) and not torch.isfinite(value).all()]
     if problems:
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise CheckpointError(f"{source} does not fit this model (train with another run.name, or use the "
@@ -192,7 +204,10 @@ def _sync_folder(folder):
 
 def _write(path, text):
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        _flush(file)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            _flush(file)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -227,13 +227,12 @@ def advise(cfg, speed, gb):
         yield "the configuration suits this machine as it is"
 
 
-def add_options(parser):
-    """The command line's own options."""
+def _add_options(parser):
     parser.add_argument("--no-benchmark", action="store_true", help="only look, measure nothing")
 
 
 def main(arguments=None):
-    options = parse(__doc__, arguments, add_options)
+    options = parse(__doc__, arguments, _add_options)
     cfg, failed = options.config, False
     for status, what, found, remedy in examine(cfg):
         say(f"{status:6s}{what:12s}{found}" + (f"\n      -> {remedy}" if remedy else ""))

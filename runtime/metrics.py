@@ -2,7 +2,9 @@
 events where it is installed, and warnings about what looks wrong."""
 import json
 import math
+import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -101,8 +103,7 @@ class Metrics:
             return
         row = {"phase": self.phase, "epoch": epoch, "time": round(time.time(), 2),
                **{k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in values.items()}}
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(json.dumps(row) + "\n")
         shown = "  ".join(f"{name} {_short(row[name])}" for name in SHOWN if row.get(name) is not None)
         console.progress(f"phase {self.phase}", epoch, total, shown)
         self._draw(epoch, row)
@@ -125,6 +126,19 @@ class Metrics:
                 self.writer.add_scalar(name, row[name], epoch, row["time"])
             self.writer.flush()
 
+    def _append(self, line):
+        """Add a line, whole or not at all: a full disk costs the record, not the training."""
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(line.encode()) == len(line.encode()):
+                    return
+                problem = "no space left"
+            except OSError as error:
+                problem = error.strerror
+            file.truncate(end)
+        print(f"WARNING: {self.path}: this record could not be written: {problem}", file=sys.stderr, flush=True)
+
     def drop_after(self, epoch):
         """Forget this phase's records after `epoch`: a resumed run writes them again."""
         console.begin(f"phase {self.phase}", epoch)
@@ -133,7 +147,9 @@ class Metrics:
         rows = read_metrics(self.path)
         kept = [r for r in rows if r["phase"] != self.phase or r["epoch"] <= epoch]
         if len(kept) != len(rows) or not self.path.read_text().endswith("\n"):  # half a line swallows the next
-            self.path.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
+            os.replace(temporary, self.path)
 
 
 def read_metrics(path):

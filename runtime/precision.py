@@ -53,7 +53,8 @@ class HysteresisScaler(torch.amp.GradScaler):
         return None if self.overflow else optimizer.step()
 
     def update(self, new_scale=None):
-        """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow."""
+        """Call once per optimiser step, after `step`. Returns whether the step was skipped because of an overflow;
+        FloatingPointError, on all ranks, when a lower scale can no longer help."""
         if not self.is_enabled():
             return False
         self.stuck = self.stuck + 1 if self.overflow else 0

@@ -20,8 +20,11 @@ def claim(folder):
     """Keep other processes from writing to `folder` as long as the returned file is open; the kernel lets go of it
     however this process ends. ConfigError when somebody else has it."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "w")
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written to: {error.strerror}") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,10 +1,8 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
 import copy
 import math
-import os
 import socket
 import sys
-import traceback
 import uuid
 from pathlib import Path
 
@@ -42,6 +40,13 @@ def check_shared(folder, team):
                           "all nodes and let run.folder and data.folder lie in it")
 
 
+def same_number(team, envs):
+    """ConfigError where ranks have unequal numbers of environments: then they would do unequal numbers of steps."""
+    if len(set(team.gather(envs))) > 1:
+        raise ConfigError(f"phase 3: unequal numbers of environments, {team.gather(envs)} by rank: start as many ranks "
+                          "on each node")
+
+
 def save_config(cfg, folder):
     """Write config.yaml of a run folder, and print what differs from the defaults."""
     dump_config(cfg, folder / "config.yaml")
@@ -69,11 +74,12 @@ def first_weights(model, cfg, folder, phases, say):
 
 class Progress:
     """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
+    patience = 3  # checkpoints in a row that may fail
 
     def __init__(self, cfg, team, folder, model, optimizer, scaler):
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.lock = claim(folder) if team.is_main else None
+        self.lock, self.failures = claim(folder) if team.is_main else None, 0
         if team.is_main:
             profile_steps(optimizer, cfg.profile, folder)
         self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
@@ -89,28 +95,46 @@ class Progress:
         if state is None:
             return False
         checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.counters.update(state["counters"])
-        ranks = state["ranks"]
-        if len(ranks) == self.team.world:
-            checkpoint.restore_random_state(ranks[self.team.rank]["random"], self.team.device)
-        else:
-            self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start anew")
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
+            ranks = [rank["random"] for rank in state["ranks"]]
+            if len(ranks) == self.team.world:
+                checkpoint.restore_random_state(ranks[self.team.rank], self.team.device)
+            else:
+                self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start "
+                              "anew")
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
+                                             f"program: {type(error).__name__} {error}") from None
         c = self.counters
         self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
         return True
 
-    def save(self, best=False):
-        """All ranks call this at the same step; the first writes."""
+    def save(self, best=False, may_fail=False):
+        """All ranks call this at the same step; the first writes. With `may_fail` a full disk is a warning, as long as
+        it is not the third one in a row; otherwise it is a SaveError on all ranks."""
+        error = self._write(best)
+        self.failures = self.failures + 1 if error else 0
+        if self.team.any(bool(error) and (not may_fail or self.failures == self.patience)):  # waits for the first rank
+            raise error or checkpoint.SaveError("the first rank could not save")
+        if error:
+            print(f"WARNING: {error}; older ones are intact, training goes on", file=sys.stderr, flush=True)
+
+    def _write(self, best):
+        """Save on the first rank; returns the SaveError that this ended in, or None."""
         ranks = self.team.gather({"random": checkpoint.random_state(self.team.device)})
         if self.team.is_main:
             state = {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
                      "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
                      "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
                      "config": to_dict(self.cfg)}
-            checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
-        self.team.barrier()
+            try:
+                checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
+            except checkpoint.SaveError as error:
+                return error
+        return None
 
 
 def learning_rate(step, total, peak, warmup, floor=0.05):
@@ -216,48 +240,3 @@ def compile_gnn(gnn, wanted, say, backend="inductor"):
 def to_device(batch, device):
     """Move a dictionary of tensors."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-
-
-OUT_OF_MEMORY = 4  # exit code
-
-
-def run_script(main, user_errors):
-    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4; all
-    else is a traceback and 1."""
-    try:
-        return note(main() or 0)
-    except user_errors as error:
-        if first_to_speak():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return note(2)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
-            raise
-        traceback.print_exc()
-        print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
-        return note(OUT_OF_MEMORY)
-    except KeyboardInterrupt:
-        print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
-        return 130
-
-
-def note(code):
-    """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure."""
-    if code and "EXIT_CODE_FILE" in os.environ:
-        Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
-    return code
-
-
-def first_to_speak():
-    """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one.
-
-    torchrun gives the ranks of a node one folder for each attempt.
-    """
-    attempt = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not attempt:
-        return True
-    try:
-        Path(attempt).parent.with_name("said").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True

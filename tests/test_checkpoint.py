@@ -209,7 +209,7 @@ def test_full_disk_leaves_the_old_ones_intact(saved, monkeypatch, error):
     before = names(saved)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        with pytest.raises(type(error)):
+        with pytest.raises(checkpoint.SaveError, match="step_000004: could not be saved"):
             checkpoint.save(saved, 4, state_of(4))
     assert names(saved) == before and step_in(saved) == 3
 

@@ -19,11 +19,11 @@ from env.workers import make_pool
 from models.policy import Driver
 from runtime import checkpoint, guard as guard_module
 from runtime.distributed import Team
+from runtime.ending import run_script
 from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.rollout import Collector
-from runtime.training import run_script
 from train_ddp import phase3
 from train_rl import phase2
 

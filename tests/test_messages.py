@@ -25,7 +25,7 @@ from data.preprocess import _ranges, destinations
 from env.launch import SumoError
 from env.scenarios import build_scenario
 from env.workers import WorkerError
-from runtime import checkpoint, distributed
+from runtime import checkpoint, distributed, resources, training
 from runtime.checkpoint import CheckpointError
 from runtime.storage import SpillError
 
@@ -205,6 +205,10 @@ CASES = [
      ["policy", "--checkpoint RUN"]),
     ("no checkpoint there; expected", lambda t, m, r: evaluation("--checkpoint", str(t)),
      ["expected a run folder", "phaseN"]),
+    ("unequal numbers", lambda t, m, r: training.same_number(SimpleNamespace(gather=lambda envs: [envs, 3]), 2),
+     ["[2, 3]", "by rank", "as many ranks on each node"]),
+    ("cannot be written to: {error", lambda t, m, r: resources.claim(_written(t / "file", "") / "run"),
+     ["file/run", "cannot be written to", "Not a directory"]),
     ("no such key or section", lambda t, m, r: list(show("configs/smoke.yaml", [], ["phasex"])),
      ["phasex", "sections", "phase1"]),
     ("cannot be evaluated with", lambda t, m, r: other_model(m),
@@ -215,6 +219,10 @@ CASES = [
 # (fragment, test file that triggers it)
 ELSEWHERE = [
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
+    ("could not be written", "test_damaged_inputs.py"), ("missing, although", "test_damaged_inputs.py"),
+    ("not to be seen", "test_nodes.py"), ("is too old", "test_damaged_inputs.py"),
+    ("not the same folder", "test_nodes.py"), ("see different checkpoints", "test_nodes.py"),
+    ("cannot be continued from", "test_damaged_inputs.py"),
     ("netconvert refused", "test_sumo.py"), ("sumo-gui needs a display", "test_report.py"),
     ("expected a file that ends in", "test_report.py"), ("there is no folder", "test_report.py"),
     ("a picture needs", "test_report.py"), ("no episode of", "test_report.py"),

@@ -13,8 +13,9 @@ from data.layout import DataError
 from data.location import open_data
 from runtime import checkpoint
 from runtime.distributed import Team
+from runtime.ending import first_to_speak
 from runtime.metrics import read_metrics
-from runtime.training import Progress, check_shared, first_to_speak
+from runtime.training import Progress, check_shared
 
 
 class SecondNode(Team):

@@ -1,0 +1,51 @@
+"""How every script ends: its exit code, and who says why."""
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+OUT_OF_MEMORY = 4  # exit code
+
+
+def run_script(main, user_errors):
+    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4; all
+    else is a traceback and 1."""
+    try:
+        return note(main() or 0)
+    except user_errors as error:
+        if first_to_speak():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return note(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        traceback.print_exc()
+        print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
+        return note(OUT_OF_MEMORY)
+    except KeyboardInterrupt:
+        print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
+        return 130
+
+
+def note(code):
+    """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure."""
+    if code and "EXIT_CODE_FILE" in os.environ:
+        Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
+    return code
+
+
+def first_to_speak():
+    """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one.
+
+    torchrun gives the ranks of a node one folder for each attempt.
+    """
+    attempt = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not attempt:
+        return True
+    try:
+        Path(attempt).parent.with_name("said").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

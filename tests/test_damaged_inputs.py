@@ -1,0 +1,184 @@
+"""Damaged inputs and full disks, as benchmarks.fuzz and benchmarks.drills found them: one message, nothing lost."""
+import importlib.metadata
+import json
+import os
+
+import pytest
+import torch
+from data_sets import config, silent
+from test_checkpoint import trainee
+
+from configs import Config, ConfigError, load_config
+from data.collect import collect
+from data.layout import DataError, write_atomically
+from data.preprocess import preprocess
+from env import launch
+from runtime import checkpoint
+from runtime.metrics import Metrics, read_metrics
+from runtime.precision import HysteresisScaler
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(8))
+
+
+# ---- configurations ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("text", [
+    "run: {seed: 2024-13-45}", "run: {seed: !!int x}", "run: {seed: !!float x}", "run: {seed: !!timestamp x}",
+    "[" * 3000, "run: {seed: " + "7" * 5000 + "}", 'base: "a\\0b"', "base: " + "x" * 5000, "base: .",
+    'run: {name: "a\\0b"}', 'data: {folder: "\\ud800"}', "phase1: {epochs: " + "9" * 30 + "}", BOMB + "run: *i",
+    "run: &a {seed: *a}", "base: mine.yaml"])
+def test_whatever_is_wrong_with_a_file_is_one_short_message(tmp_path, text):
+    """PyYAML let ValueError, AttributeError and RecursionError through, a zero byte in `base:` ended in pathlib, one in
+    a name in the kernel; numbers of 30 digits were taken; the message about a bomb of aliases had gigabytes."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="mine.yaml") as error:
+        load_config(path)
+    assert len(str(error.value)) < 20_000
+
+
+# ---- full disks --------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def full(monkeypatch):
+    """Let every flush to disk fail, as on a full disk; returns what makes room again."""
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", fail)
+    return monkeypatch.undo
+
+
+def test_training_goes_on_past_a_full_disk(tmp_path, full, capsys):
+    """A full disk ended training in a traceback at the next checkpoint."""
+    progress, step = trainee(tmp_path, 1)
+    step(), progress.save(may_fail=True)
+    assert "WARNING" in capsys.readouterr().err and checkpoint.load(tmp_path) is None
+    full()
+    step(), progress.save(may_fail=True)
+    assert checkpoint.load(tmp_path)["counters"]["updates"] == 2 and progress.failures == 0
+    assert not list(tmp_path.glob(".step*"))
+
+
+@pytest.mark.parametrize("may_fail, saves", [(True, 3), (False, 1)])
+def test_a_disk_that_stays_full_ends_training_with_the_old_checkpoint_intact(tmp_path, full, may_fail, saves):
+    """And "stopped and saved" is never said when it is not so."""
+    full()
+    progress, step = trainee(tmp_path, 1)
+    step(), progress.save()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", lambda state, file: file.write(b"half") and os.write(-1, b""))
+        for _ in range(saves - 1):
+            step(), progress.save(may_fail=may_fail)
+        step()
+        with pytest.raises(checkpoint.SaveError, match="could not be saved"):
+            progress.save(may_fail=may_fail)
+    assert step_in_updates(tmp_path) == 1 and not list(tmp_path.glob(".step*"))
+
+
+def step_in_updates(folder):
+    return checkpoint.load(folder)["counters"]["updates"]
+
+
+def test_full_disk_while_preprocessing_is_one_message_and_the_same_command_continues(raw, full):
+    """It was a traceback, and its temporary file stayed on the full disk."""
+    with pytest.raises(DataError, match="could not be written: No space left"):
+        preprocess(config(raw), silent)
+    assert not [path for path in raw.rglob(".*") if path.name != ".lock"]
+    full()
+    assert (preprocess(config(raw), silent) / "metadata.json").exists()
+
+
+def test_half_written_file_of_a_full_disk_is_removed(tmp_path, full):
+    (tmp_path / "a.json").write_text("old")
+    with pytest.raises(DataError, match="a.json"):
+        write_atomically(tmp_path / "a.json", json.dumps("new"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
+
+
+def test_a_record_that_does_not_fit_on_the_disk_is_left_out_whole(tmp_path, capsys):
+    """Half a line swallowed the next record."""
+    import resource
+    import signal
+    metrics = Metrics(tmp_path, 1)
+    metrics.record(1, 3, loss=1.0)
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (metrics.path.stat().st_size + 9, soft[1]))
+        metrics.record(2, 3, loss=1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "could not be written" in capsys.readouterr().err
+    metrics.record(3, 3, loss=1.0)
+    assert [row["epoch"] for row in read_metrics(metrics.path)] == [1, 3] and metrics.path.read_text().count("\n") == 2
+
+
+# ---- checkpoints and data ----------------------------------------------------------------------------------------
+
+def test_weights_that_are_no_tensors_are_named(tmp_path):
+    """A text among the weights was an AttributeError."""
+    model = torch.nn.Linear(2, 1)
+    weights = {"schema": {}, "model": {**model.state_dict(), "bias": "text"}}
+    with pytest.raises(checkpoint.CheckpointError, match="bias: shape of 'text', here"):
+        checkpoint.load_weights(model, weights, {}, tmp_path)
+
+
+def test_missing_statistics_are_made_again(copy):
+    """Preprocessing called the data set complete, and phase 1 told the user to run preprocessing."""
+    path = next((copy / "processed").iterdir()) / "statistics.json"
+    before = path.read_bytes()
+    path.unlink()
+    preprocess(config(copy), silent)
+    assert path.read_bytes() == before
+
+
+def test_chunks_without_their_settings_are_refused(raw):
+    """config.json was written anew, so that a data set of other settings counted as one of these."""
+    (raw / "raw/config.json").unlink()
+    for step in (collect, preprocess):
+        with pytest.raises(DataError, match="config.json: missing, although"):
+            step(config(raw, "data.seed=5"), silent)
+
+
+def test_gradients_that_always_overflow_end_training(monkeypatch):
+    """At the lowest loss scale every step was skipped for ever, without a word."""
+    amp = Config().phase1.amp
+    amp.init_scale = amp.min_scale = 1.0
+    scaler, weight = HysteresisScaler("cpu", amp, True), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with pytest.raises(FloatingPointError, match="100 optimiser steps in a row overflowed"):
+        for _ in range(110):
+            scaler.scale((weight * float("inf")).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert weight == 1
+
+
+def test_sumo_of_an_older_release_is_refused(monkeypatch):
+    """It was started, and failed later or gave other results."""
+    launch.check_release()
+    launch.check_release.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.20.0")
+    with pytest.raises(launch.SumoError, match="SUMO 1.20.0 in .* is too old, 1.28"):
+        launch.find_binary("sumo")
+    launch.check_release.cache_clear()
+
+
+@pytest.mark.parametrize("key, value", [("optimizer", None), ("counters", []), ("ranks", [{}, {}]), ("scaler", 5)])
+def test_checkpoint_with_a_wrong_part_is_refused(tmp_path, key, value):
+    """It was a traceback, or with empty counters a silent start from scratch; weights and checksums were right."""
+    progress, step = trainee(tmp_path, 1)
+    step(), progress.save()
+    checkpoint.save(tmp_path, 2, {**checkpoint.load(tmp_path), key: value})
+    with pytest.raises(checkpoint.CheckpointError, match="cannot be continued from"):
+        trainee(tmp_path, 2)[0].resume()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    weights = {"schema": {}, "model": {**model.state_dict(), "bias": torch.tensor([float("nan")])}}
+    with pytest.raises(checkpoint.CheckpointError, match="bias: NaN or infinite"):
+        checkpoint.load_weights(model, weights, {}, tmp_path)
