@@ -88,7 +88,8 @@ class Progress:
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
         state = checkpoint.load(self.folder)
-        seen = self.team.gather(None if state is None else state["counters"]["updates"])
+        counters = (state or {}).get("counters")
+        seen = self.team.gather(counters.get("updates") if isinstance(counters, dict) else None)
         if len(set(seen)) > 1:  # a network file system may show a node an older moment
             raise checkpoint.CheckpointError(f"{self.folder}: the ranks see different checkpoints (updates {seen}); "
                                              "start again")

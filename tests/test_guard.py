@@ -305,7 +305,7 @@ def test_want_of_memory_is_survived_and_a_tiny_budget_is_a_saved_stop(tmp_path, 
     options = coordinator.parse("", ["--config", "configs/smoke.yaml", "--only", "phase2", "run.device=cpu",
                                      "run.threads=1", "rollout.num_workers=0", "rollout.num_envs_per_worker=1",
                                      "memory.budget_gb=0.1"], coordinator.add_options)
-    assert coordinator.pipeline(options, SimpleNamespace(asked=False, child=None)) == 3
+    assert coordinator.pipeline(options, SimpleNamespace(asked=False, at_once=False, child=None)) == 3
     out, err = capfd.readouterr()
     assert "error: out of memory" in err and "phase2 ran out of memory" in out
     largest, = re.findall("largest: .*", out)
