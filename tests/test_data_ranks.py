@@ -37,10 +37,10 @@ def noted_step(module, micro_batches, *more):
         os.kill(os.getpid(), signal.SIGTERM)
     return step(module, micro_batches, *more)
 
-def noted_save(progress, *more):
+def noted_save(progress, *more, **options):
     with open(log, "a") as file:
         file.write("weights " + " ".join(digest(w) for w in progress.model.state_dict().values()) + "\\n")
-    return save(progress, *more)
+    return save(progress, *more, **options)
 
 train_ddp.optimiser_step, train_ddp.Progress.save = noted_step, noted_save
 sys.exit(train_ddp.run_script(train_ddp.main, train_ddp.USER_ERRORS))

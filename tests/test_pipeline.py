@@ -198,11 +198,11 @@ def rows_of(path):
 
 @pytest.fixture(scope="module")
 def eager(finished):
-    """The finished policy with a release gate that always commands: a little trained one may release everybody."""
+    """The finished policy with gates that always command: a little trained one may release everybody."""
     state = checkpoint.load(finished.run / "phase3")
     weights = state["weights"]["model"]
-    gate, = (weights[name] for name in weights if name.startswith("controller.action") and weights[name].shape == (5,))
-    gate[4] = -10.0
+    gate, = (weights[name] for name in weights if name.startswith("controller.action") and weights[name].shape == (6,))
+    gate[4], gate[5] = -10.0, 10.0
     checkpoint.save(finished.folder / "runs/eager/phase3", 1, state)
     return finished.folder / "runs" / "eager"
 
