@@ -3,10 +3,11 @@
     python -m benchmarks.shield --json shield.json
     python -m benchmarks.shield --scenarios corridor --seeds 1-5 --json shield.json env.horizon_s=450
 
-In every control step three adversaries command all ICVs: "throttle" accelerates fully, "lanes" changes to another lane
-again and again, "erratic" does anything at random. Each drives with and without the shield, and with and without
-SUMO's own safe-speed check (bit 0 of env.speed_mode). Collisions are SUMO's, of every simulation step, counted as
-pairs. Without both they must happen, or the adversaries would show nothing. Exit code 1: one happened with the shield.
+In every control step four adversaries command all ICVs: "throttle" accelerates fully, "lanes" changes to another lane
+again and again, "wander" does so too and leaves the speed to the driver, "erratic" does anything at random. Each drives
+with and without the shield, and with and without SUMO's own safe-speed check (bit 0 of env.speed_mode). Collisions are
+SUMO's, of every simulation step, counted as pairs. Without both they must happen, or the adversaries would show
+nothing. Exit code 1: one happened with the shield.
 """
 import copy
 import sys
@@ -16,14 +17,14 @@ import numpy as np
 
 from benchmarks.report import finish
 from configs.command_line import parse
+from controllers import BaselineController
 from env.baselines import HAS_LEFT, commands
 from env.networks import NETWORKS
 from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
 from env.workers import WorkerError, make_pool
-from controllers import BaselineController
 from evaluate import parse_seeds, run_jobs
-from train_ddp import USER_ERRORS
 from runtime.ending import run_script
+from train_ddp import USER_ERRORS
 
 SAFE_SPEED = 1  # bit of SUMO's speed mode
 GUARDS = {"shield": (True, False), "shield and SUMO": (True, True), "SUMO": (False, True), "none": (False, False)}
@@ -43,12 +44,17 @@ def lanes(observation, k, rng):
     return commands(observation, k, icvs, np.zeros(len(icvs)), wish)
 
 
+def wander(observation, k, rng):
+    slot, _, lane, brake = lanes(observation, k, rng)
+    return slot, np.full(k, np.nan), lane, brake
+
+
 def erratic(observation, k, rng):
     icvs = np.flatnonzero(observation["icv"])[:k]
     return commands(observation, k, icvs, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(icvs)), rng.integers(0, 3, len(icvs)))
 
 
-ADVERSARIES = {"throttle": throttle, "lanes": lanes, "erratic": erratic}
+ADVERSARIES = {"throttle": throttle, "lanes": lanes, "wander": wander, "erratic": erratic}
 
 
 class Adversary(BaselineController):

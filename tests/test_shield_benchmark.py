@@ -21,7 +21,7 @@ def test_adversaries_command_every_icv_and_change_only_where_there_are_lanes():
     for rule in ADVERSARIES.values():
         slot, accel, lane, brake = rule(observation, n, rng)
         assert slot.tolist() == [0, 1, 3, 4, 6, 7, 9, 10, n, n, n, n]
-        assert (accel[:8] >= -3).all() and (accel[:8] <= 2).all() and not brake.any()
+        assert not ((accel[:8] < -3) | (accel[:8] > 2) | brake[:8].any()).any()  # NaN: the driver keeps the speed
     wishes = np.array([ADVERSARIES["lanes"](observation, n, rng)[2][:8] for _ in range(50)])
     assert set(wishes[:, 0]) == {LEFT} and set(wishes[:, 2]) == {LEFT, RIGHT} and set(wishes[:, 5]) == {RIGHT}
     assert (ADVERSARIES["throttle"](observation, n, rng)[1][:8] == 2).all()
