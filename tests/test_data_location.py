@@ -105,7 +105,8 @@ def holder(tmp_path):
 
     def start(what):
         process = subprocess.Popen([sys.executable, "-c", HOLDER, str(made), what], stdout=subprocess.PIPE, text=True,
-                                   env={**os.environ, "PYTHONPATH": str(ROOT)})
+                                   env={**os.environ, "PYTHONPATH": str(ROOT)},
+                                   preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         started.append(process)
         return process, Path(process.stdout.readline().strip()), made
     yield start
