@@ -106,7 +106,11 @@ class Metrics:
         self._append(json.dumps(row) + "\n")
         shown = "  ".join(f"{name} {_short(row[name])}" for name in SHOWN if row.get(name) is not None)
         console.progress(f"phase {self.phase}", epoch, total, shown)
-        self._draw(epoch, row)
+        try:
+            self._draw(epoch, row)
+        except OSError as error:  # a full disk costs the curves, not the training
+            self.board, self.writer = False, None
+            console.say(f"WARNING: {self.path.parent / 'tensorboard'}: {error.strerror or error}; no more is drawn")
         rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase]
         for kind, text in findings(rows).items():
             if kind not in findings(rows[:-1]):  # said when it begins

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from benchmarks.size import code_lines, function_lengths, measure, summarise
 from configs import Config, ConfigError, console, load_config
 from configs.show import main as show
-from runtime.metrics import Metrics, findings
+from runtime.metrics import Metrics, findings, read_metrics
 from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, require_finite
 from runtime.profiler import profile_steps
 
@@ -142,6 +143,20 @@ def test_tensorboard_gets_the_metrics_by_name(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard" / "phase2")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 11.0), (2, 22.0)]
     assert "kl" not in events.Tags()["scalars"]
+
+
+def test_full_disk_ends_tensorboard_and_nothing_else(tmp_path, monkeypatch, capsys):
+    """A full disk ended training with a traceback of TensorBoard's writer."""
+    metrics = Metrics(tmp_path, 2)
+    monkeypatch.setattr(metrics, "writer", SimpleNamespace(add_scalar=lambda *_: None, flush=full))
+    metrics.record(1, 2, reward=1.0)
+    metrics.record(2, 2, reward=2.0)
+    assert [row["reward"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0]
+    assert capsys.readouterr().out.count("WARNING") == 1
+
+
+def full():
+    raise OSError(28, "No space left on device")
 
 
 def test_without_tensorboard_everything_else_is_written(tmp_path, monkeypatch):
