@@ -64,7 +64,7 @@ def duration(seconds):
 
 def again():
     """How a stopped command is continued. Below the coordinator or torchrun this process's own command is not it."""
-    if "BAD_INPUT_FILE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+    if "EXIT_CODE_FILE" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         return "the same command continues"
     return f"the same command continues: {shlex.join(sys.orig_argv)}"
 

@@ -112,8 +112,9 @@ class Metrics:
             self.board, self.writer = False, None
             console.say(f"WARNING: {self.path.parent / 'tensorboard'}: {error.strerror or error}; no more is drawn")
         rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase]
+        known = findings(rows[:-1])
         for kind, text in findings(rows).items():
-            if kind not in findings(rows[:-1]):  # said when it begins
+            if kind not in known:  # said when it begins
                 console.say(f"WARNING: {text}")
 
     def _draw(self, epoch, row):

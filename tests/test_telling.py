@@ -96,7 +96,7 @@ def test_durations_are_said_as_a_person_would(seconds, text):
 def test_stopped_command_says_how_to_continue(monkeypatch):
     """Below torchrun or the coordinator this process's own command line would be the wrong one."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "data.collect", "data.folder=my data"])
-    monkeypatch.delenv("BAD_INPUT_FILE", raising=False)
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
     assert console.again().endswith("python -m data.collect 'data.folder=my data'")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert console.again() == "the same command continues"
