@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from runtime.memory import cgroup_memory
+
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 WSLCONFIG = ("in C:\\Users\\<you>\\.wslconfig, section [wsl2]: memory=14GB and swap=16GB on a host with 16 GB, then "
              "`wsl --shutdown` in PowerShell")
@@ -119,10 +121,8 @@ def meminfo(root="/"):
     lines = dict(line.split(":") for line in (Path(root) / "proc/meminfo").read_text().splitlines())
     gb = {key: int(lines[name].split()[0]) / 2**20
           for key, name in (("total", "MemTotal"), ("available", "MemAvailable"), ("swap", "SwapTotal"))}
-    limit = Path(root) / "sys/fs/cgroup/memory.max"
-    if limit.exists() and limit.read_text().strip().isdigit():
-        limit = int(limit.read_text()) / 2**30
-        gb.update(total=min(gb["total"], limit), available=min(gb["available"], limit))
+    for used, limit in cgroup_memory(Path(root) / "sys/fs/cgroup", Path(root) / "proc/self/cgroup"):
+        gb.update(total=min(gb["total"], limit / 1024), available=min(gb["available"], (limit - used) / 1024))
     return gb
 
 

@@ -71,14 +71,17 @@ def test_gpu_that_pytorch_does_not_use_fails(monkeypatch):
 
 
 def test_container_has_the_memory_of_its_limit(tmp_path):
-    (tmp_path / "proc").mkdir()
+    """What the group uses already counted as available."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
     (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.stat").write_text(f"anon {2 * 2**30}\nshmem {2**30}\n")
     (tmp_path / "proc/meminfo").write_text("MemTotal: 33554432 kB\nMemAvailable: 16777216 kB\nSwapTotal: 1048576 kB\n")
     assert machine.meminfo(tmp_path) == {"total": 32.0, "available": 16.0, "swap": 1.0}
     (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
     assert machine.meminfo(tmp_path)["total"] == 32.0
     (tmp_path / "sys/fs/cgroup/memory.max").write_text(f"{8 * 2**30}\n")
-    assert machine.meminfo(tmp_path) == {"total": 8.0, "available": 8.0, "swap": 1.0}
+    assert machine.meminfo(tmp_path) == {"total": 8.0, "available": 5.0, "swap": 1.0}
 
 
 # ---- advice ------------------------------------------------------------------------------------------------------
