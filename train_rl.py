@@ -67,13 +67,13 @@ def phase2(cfg, team, guard):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         boundary = fewer = True
         while c["epoch"] < p.iterations:
-            imitate = c["epoch"] < p.imitate_iterations
+            imitate = c["epoch"] < p.imitate_iterations + p.imitate_corrections
             if fewer:  # workers than before
                 span = Span(pool.num_envs, team)
                 steps = steps_per_env(p, span, team)
             if boundary:
                 collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
-                collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, imitate)
+                collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, c["epoch"])
             slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
             set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr * slower)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
@@ -93,7 +93,8 @@ def phase2(cfg, team, guard):
                            time_learn=time.perf_counter() - start)
             asked = guard.must_stop()
             fewer = guard.give_up_worker(pool)
-            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations)
+            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, p.imitate_iterations
+                                                         + p.imitate_corrections)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
                 best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
@@ -199,9 +200,11 @@ def summarise(team, batch):
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
 
 
-def make_driver(cfg, model, collector, device, autocast, imitate):
-    """Who commands the ICVs of a collector: the policy, or the rule that it imitates."""
-    kind = functools.partial(RuleDriver, lambda env: imitated(cfg, collector.seed(env))) if imitate else Driver
+def make_driver(cfg, model, collector, device, autocast, iteration):
+    """Who commands the ICVs of a collector: the rule that is imitated, the policy corrected by it, the policy."""
+    kind, own = Driver, iteration - cfg.phase2.imitate_iterations
+    if own < cfg.phase2.imitate_corrections:
+        kind = functools.partial(RuleDriver, lambda env: imitated(cfg, collector.seed(env)), corrects=own >= 0)
     return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 

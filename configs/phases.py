@@ -109,7 +109,9 @@ class PPOConfig:
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit", low=0)
     imitate: str = opt("lane_advice", "rule (env/baselines.py) that drives and is imitated at first", choices=BASELINES)
-    imitate_iterations: int = opt(0, "for so many iterations, then PPO; 0 = PPO from the start", low=0)
+    imitate_iterations: int = opt(0, "for so many iterations; 0 = PPO from the start", low=0)
+    imitate_corrections: int = opt(0, "then for so many the policy drives and learns what the rule would do (DAgger)",
+                                   low=0)
     imitate_lr: float = opt(1e-3, "Adam learning rate of these iterations", low=0)
     exploration: float = opt(0.5, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)

@@ -7,14 +7,16 @@ from models.policy import Driver
 
 class RuleDriver(Driver):
     """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms: first whom
-    the rule commands, in its order, then some of the policy's own picks, which are released.
+    the rule commands, in its order, then some of the policy's own picks, which are released. With
+    `corrects` the policy itself drives, without noise, and the choices are what the rule would have done where that
+    leads (DAgger, Ross et al. 2011).
 
     `make_rule(env)` gives the rule of an environment's episode when its first choice is due: (observation, k) -> (slot,
     accel, lane, brake), arrays of length k.
     """
 
-    def __init__(self, make_rule, *args, **options):
-        self.make_rule, self.rules = make_rule, {}
+    def __init__(self, make_rule, *args, corrects=False, **options):
+        self.make_rule, self.rules, self.corrects = make_rule, {}, corrects
         super().__init__(*args, **options)
 
     def forget(self, env=None):
@@ -26,6 +28,12 @@ class RuleDriver(Driver):
     def perceive(self, observation, envs, remember=True):
         """As in Driver; the arrays go with the result, because rules read those."""
         return {**super().perceive(observation, envs, remember), "arrays": observation, "envs": envs}
+
+    @torch.inference_mode()
+    def decide(self, seen, noise=None):
+        """(the rule's choice, commands of who drives), as in Driver."""
+        choice, commands = super().decide(seen, noise)
+        return choice, self.commands(seen, super().choose(seen, None)) if self.corrects else commands
 
     def choose(self, seen, noise):
         """The rule's choice; `log_prob` stays that of the policy's own, which nobody learns from."""

@@ -1,4 +1,5 @@
 """Warm start: a rule's commands as choices of the policy, and what the controller learns of them."""
+import contextlib
 import copy
 from types import SimpleNamespace
 
@@ -73,6 +74,30 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
             np.testing.assert_array_equal(commands["lane"][row][sent], lane[sent])
             limited = np.clip(accel[sent], -2.875, 1.875)  # the ends of the squashing
             np.testing.assert_allclose(commands["accel"][row][sent], limited, atol=1e-3)
+
+
+def test_who_is_corrected_drives_itself(scenarios):
+    """The commands are the policy's without noise, whatever noise is given; the choices stay the rule's."""
+    cfg = Config()
+    cfg.model.preset, cfg.env.warmup_s, cfg.env.max_vehicles = "small", 120.0, 200
+    cfg.phase2.imitate_iterations, cfg.phase2.imitate_corrections = 2, 3
+    model = TrafficModel(cfg)
+    with make_pool(cfg, 0, 2, scenarios) as pool:
+        pool.reset([1, 2])
+        collector = SimpleNamespace(pool=pool, seed=lambda env: env)
+        drivers = [train_rl.make_driver(cfg, model, collector, CPU, contextlib.nullcontext, i) for i in range(6)]
+        observation = {key: pool.arrays[key].copy() for key in pool.final}
+        noise = torch.rand(2, 5 * K + 200), torch.randn(2, K)
+        (ruled, by_rule), (labelled, by_policy) = (
+            driver.decide(driver.perceive(observation, [0, 1]), noise) for driver in (drivers[1], drivers[2]))
+        _, alone = drivers[5].decide(drivers[5].perceive(observation, [0, 1]))
+    assert [(type(d).__name__, getattr(d, "corrects", None)) for d in drivers] == (
+        [("RuleDriver", False)] * 2 + [("RuleDriver", True)] * 3 + [("Driver", None)])
+    for name, value in ruled.items():
+        torch.testing.assert_close(labelled[name], value)
+    for name, value in by_policy.items():
+        np.testing.assert_array_equal(value, alone[name])
+    assert not np.array_equal(by_policy["slot"], by_rule["slot"])
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
