@@ -3,13 +3,14 @@
     python -m benchmarks.fuzz --count 200 --json fuzz.json
 
 No traceback, nothing started but SUMO where a network must be tried, no file of the user changed, no code from a file
-executed. Cases run in forked processes through the scripts' own `main`; every tenth through a real command line.
+executed. Cases run in forked processes as the scripts that they are; every tenth through a real command line.
 """
 import argparse
 import contextlib
 import importlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,6 @@ import torch
 from benchmarks.fuzz_inputs import KINDS, PAYLOAD, SMOKE
 from benchmarks.report import finish
 from data.layout import file_hash
-from runtime.ending import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120  # s
@@ -73,9 +73,7 @@ def in_child(words):
     sys.addaudithook(lambda event, about: started.append(about[0]) if event == "subprocess.Popen" else None)
     code = 1
     try:
-        name = words[0].removesuffix(".py")
-        module = importlib.import_module(name)
-        code = module.main(words[1:]) if "." in name else run_script(module.main, user_errors(module))
+        runpy.run_module(words[0].removesuffix(".py"), run_name="__main__")
     except SystemExit as error:
         code = error.code
     except BaseException:  # what Python itself would show
@@ -84,11 +82,6 @@ def in_child(words):
     if strange:
         print(f"STARTED {strange}")
     return code
-
-
-def user_errors(module):
-    """What the script itself takes for a mistake of its user."""
-    return (*module.USER_ERRORS, module.WorkerError, *([module.SpillError] if hasattr(module, "SpillError") else []))
 
 
 def judge(code, said, names, before, after, executed):
