@@ -67,7 +67,8 @@ def phase2(cfg, team, guard):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         boundary = fewer = True
         while c["epoch"] < p.iterations:
-            imitate = c["epoch"] < p.imitate_iterations + p.imitate_corrections
+            taught = p.imitate_iterations + p.imitate_corrections
+            imitate, ruled = c["epoch"] < taught, c["epoch"] < p.imitate_iterations
             if fewer:  # workers than before
                 span = Span(pool.num_envs, team)
                 steps = steps_per_env(p, span, team)
@@ -75,7 +76,7 @@ def phase2(cfg, team, guard):
                 collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
                 collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, c["epoch"])
             slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
-            set_learning_rate(optimizer, p.imitate_lr if imitate else p.lr * slower)
+            set_learning_rate(optimizer, p.imitate_lr * (1 - c["epoch"] / taught) if imitate else p.lr * slower)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
@@ -93,11 +94,10 @@ def phase2(cfg, team, guard):
                            time_learn=time.perf_counter() - start)
             asked = guard.must_stop()
             fewer = guard.give_up_worker(pool)
-            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, p.imitate_iterations
-                                                         + p.imitate_corrections)
+            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, taught)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
-                best = summary["reward"] > -c["best"]  # counters keep the lowest of -reward
+                best = not ruled and summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
             if asked and c["epoch"] < p.iterations:

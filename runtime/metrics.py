@@ -1,10 +1,12 @@
 """Metrics with a fixed vocabulary: one JSON line per record in metrics.jsonl, one line on the console, TensorBoard's
 events where it is installed, and warnings about what looks wrong."""
+import functools
 import json
 import math
 import os
 import statistics
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -124,6 +126,7 @@ class Metrics:
             except ImportError:
                 self.board = False
                 return
+            threading.excepthook = functools.partial(_leave_to_record, otherwise=threading.excepthook)
             folder = self.path.parent / "tensorboard" / f"phase{self.phase}"
             self.writer = SummaryWriter(str(folder), purge_step=epoch)  # a resumed run draws these again
         if self.writer is not None:
@@ -155,6 +158,12 @@ class Metrics:
             temporary = self.path.with_name(f".{self.path.name}.tmp")
             temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
             os.replace(temporary, self.path)
+
+
+def _leave_to_record(about, otherwise):
+    """TensorBoard writes in a thread, which would print a traceback of what its next call raises in ours as well."""
+    if not isinstance(about.exc_value, OSError) or "tensorboard" not in type(about.thread).__module__:
+        otherwise(about)
 
 
 def read_metrics(path):

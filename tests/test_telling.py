@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -155,7 +156,23 @@ def test_full_disk_ends_tensorboard_and_nothing_else(tmp_path, monkeypatch, caps
     assert capsys.readouterr().out.count("WARNING") == 1
 
 
-def full():
+def test_tensorboards_own_thread_stays_silent(tmp_path, monkeypatch, capsys):
+    """Whether its thread or ours met the full disk was chance; the thread printed a traceback."""
+    pytest.importorskip("tensorboard")
+    others = []
+    monkeypatch.setattr(threading, "excepthook", others.append)
+    metrics = Metrics(tmp_path, 2, board=True)
+    metrics.record(1, 3, reward=1.0)
+    monkeypatch.setattr(metrics.writer._get_file_writer().event_writer._async_writer._writer, "write", full)
+    metrics.record(2, 3, reward=2.0)
+    metrics.record(3, 3, reward=3.0)
+    assert capsys.readouterr().out.count("WARNING") == 1 and not others
+    thread = threading.Thread(target=full)
+    thread.start(), thread.join()
+    assert [about.thread for about in others] == [thread]
+
+
+def full(*_):
     raise OSError(28, "No space left on device")
 
 
