@@ -29,11 +29,9 @@ class RuleDriver(Driver):
         """As in Driver; the arrays go with the result, because rules read those."""
         return {**super().perceive(observation, envs, remember), "arrays": observation, "envs": envs}
 
-    @torch.inference_mode()
-    def decide(self, seen, noise=None):
-        """(the rule's choice, commands of who drives), as in Driver."""
-        choice, commands = super().decide(seen, noise)
-        return choice, self.commands(seen, super().choose(seen, None)) if self.corrects else commands
+    def commands(self, seen, choice):
+        """As in Driver: those of the rule's choice, or of the policy's own while the rule corrects it."""
+        return super().commands(seen, super().choose(seen, None) if self.corrects else choice)
 
     def choose(self, seen, noise):
         """The rule's choice; `log_prob` stays that of the policy's own, which nobody learns from."""

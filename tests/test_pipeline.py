@@ -31,7 +31,7 @@ DEADLINE = 300  # s; generous, because nothing here measures time
 MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
 # One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
-         "phase1.epochs=6", "phase2.iterations=4", "phase3.epochs=4"]
+         "phase1.epochs=6", "phase2.iterations=4", "phase2.imitate_corrections=1", "phase3.epochs=4"]
 EPOCHS = {1: 6, 2: 4, 3: 4}
 SUMOCFG = "<configuration><input>{}</input></configuration>"
 SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
@@ -120,6 +120,16 @@ def test_same_command_continues_to_the_end(finished):
             checkpoint.load_step(folder / (folder / name).read_text())
     assert load_config(finished.run / "config.yaml") == load_config("configs/smoke.yaml", SMOKE[2:])
     assert finished.after == ([], [])  # no process, no shared memory
+
+
+def test_warm_start_hands_over(finished):
+    """The rule drives, corrects, leaves; imitation's rate falls. A rule's return once made the "best" policy."""
+    p = load_config("configs/smoke.yaml", SMOKE[2:]).phase2
+    rows = [row for row in read_metrics(finished.run / "metrics.jsonl") if row["phase"] == 2]
+    assert [row["lr"] for row in rows] == pytest.approx([p.imitate_lr, p.imitate_lr / 2, p.lr, p.lr])
+    folder = finished.run / "phase2"
+    best = checkpoint.load_step(folder / (folder / "best").read_text())["counters"]
+    assert best["epoch"] > 1 and -best["best"] == rows[best["epoch"] - 1]["reward"]
 
 
 def test_second_call_runs_nothing_again(finished):
