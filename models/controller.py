@@ -10,6 +10,9 @@ from models.presets import Normalizer, mlp
 ACCEL_CENTRE, ACCEL_RANGE = -0.5, 2.5     # acceleration = centre + range * tanh(u): [-3, 2] m/s^2
 LEFT, KEEP, RIGHT = 0, 1, 2
 SURROUND_FEATURES, GLOBAL_FEATURES, NODE_FEATURES = 14, 16, 9
+FREE_SPEED = 40.0                         # speed of "nobody there", m/s, as in the surroundings
+DOWNSTREAM = (0.1, 0.33)                  # how far ahead traffic is summarised, shares of the longest way to the exit
+OWN_FEATURES = len(DOWNSTREAM) + NODE_FEATURES + SURROUND_FEATURES
 HAS_LEFT, HAS_RIGHT = 10, 11              # columns of a vehicle's surroundings
 SURROUND_MEAN = [60, 20, 60, 20, 60, 20, 60, 20, 60, 20, 0, 0, 250, 5]
 SURROUND_STD = [60, 10, 60, 10, 60, 10, 60, 10, 60, 10, 1, 1, 200, 5]
@@ -60,7 +63,7 @@ class Controller(nn.Module):
 
     def __init__(self, sizes, max_commands):
         super().__init__()
-        self.k, own = max_commands, NODE_FEATURES + SURROUND_FEATURES
+        self.k, own = max_commands, OWN_FEATURES
         d, z = sizes.gnn_width, sizes.latent
         self.d, self.features, self.scene_features = d, d + 2 * z + own, 2 * d + 2 * z + GLOBAL_FEATURES
         self.surround, self.globals = Normalizer(SURROUND_MEAN, SURROUND_STD), Normalizer(GLOBAL_MEAN, GLOBAL_STD)
@@ -73,9 +76,11 @@ class Controller(nn.Module):
         self.value = ScaledValue(self.scene_features, sizes.value_hidden)
         self.cost_value = ScaledValue(self.scene_features, sizes.value_hidden)
 
-    def candidate_features(self, embedding, flow, risk, node, surround):
-        """Each [..., width of the part] -> [..., F]; `node` normalised, `surround` as observed."""
-        return torch.cat([embedding.float(), flow.float(), risk.float(), node, self.surround(surround)], -1)
+    def candidate_features(self, embedding, flow, risk, downstream, node, surround):
+        """Each [..., width of the part] -> [..., F]; `downstream` of `downstream_speeds`, `node` normalised, `surround`
+        as observed."""
+        return torch.cat([embedding.float(), flow.float(), risk.float(), downstream / 10 - 2, node,
+                          self.surround(surround)], -1)
 
     def scene_summary(self, embedding, flow, risk, mask, globals_):
         """Mean and maximum over the vehicles inside `mask` [..., N], and the global metrics -> [..., S]."""
@@ -88,7 +93,7 @@ class Controller(nn.Module):
     def influence(self, candidates):
         """alpha * importance (GNN) + beta * predicted impact (world model) of candidates [..., F] -> [...]"""
         d = self.d
-        own = candidates[..., -(NODE_FEATURES + SURROUND_FEATURES):]
+        own = candidates[..., -OWN_FEATURES:]
         importance = self.importance(torch.cat([candidates[..., :d], own], -1))
         impact = self.impact(candidates[..., d:])
         return (self.alpha * importance + self.beta * impact).squeeze(-1).float()
@@ -169,6 +174,22 @@ class Controller(nn.Module):
         speed = speed + pace * (self.log_std + 0.5 * math.log(2 * math.pi * math.e))
         each = torch.where(valid, gate + (1 - released) * (speed - (lane_logp.exp() * lane_logp).sum(-1)), 0.0)
         return first + each.sum(-1) / valid.sum(-1).clamp(min=1)
+
+
+def downstream_speeds(place, position, speed, mask):
+    """Mean speed of the vehicles that are up to each share of DOWNSTREAM nearer to the exit than `place` [B, C], m/s,
+    FREE_SPEED where there is nobody -> [B, C, 2]. position (0 to 1), speed (m/s), mask [B, N].
+
+    The nearest neighbours, of which the graph consists, do not reach as far as a jam can be felt.
+    """
+    ahead = position[:, None].float() - place[..., None].float()                           # [B, C, N]
+    means = []
+    for reach in DOWNSTREAM:
+        among = ((ahead > 0) & (ahead <= reach) & mask[:, None]).float()
+        count = among.sum(-1)
+        total = (among * speed[:, None].float()).sum(-1)
+        means.append(torch.where(count > 0, total / count.clamp(min=1), FREE_SPEED))
+    return torch.stack(means, -1)
 
 
 def acceleration(u):

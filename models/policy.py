@@ -4,9 +4,9 @@ import contextlib
 import torch
 from torch import nn
 
-from models.controller import KEEP, Controller, acceleration
+from models.controller import KEEP, Controller, acceleration, downstream_speeds
 from models.presets import FULL_RANGES, PRESETS
-from models.risk_gnn import INPUTS, SPEED, RiskGNN
+from models.risk_gnn import INPUTS, POSITION, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
 from models.world_model import WorldModel
 
@@ -64,12 +64,13 @@ class TrafficModel(nn.Module):
         slots, valid = candidate_slots(icv)
         at = lambda x: x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))  # noqa: E731
         near = at(surround.float())
-        picked_flow, picked_risk = at(flow), at(risk)
-        candidates = self.controller.candidate_features(at(embedding), picked_flow, picked_risk,
-                                                        self.risk_gnn.normalize(at(nodes)), near)
+        node, picked_flow, picked_risk = at(nodes), at(flow), at(risk)
+        downstream = downstream_speeds(node[..., POSITION], nodes[..., POSITION], nodes[..., SPEED], mask)
+        candidates = self.controller.candidate_features(at(embedding), picked_flow, picked_risk, downstream,
+                                                        self.risk_gnn.normalize(node), near)
         return {"candidates": candidates * valid[..., None], "valid": valid, "slots": slots, "surround": near,
                 "scene": self.controller.scene_summary(embedding, flow, risk, mask, globals_),
-                "speed": at(nodes)[..., SPEED].float(),
+                "speed": node[..., SPEED].float(),
                 "risk_logit": self.safety_shield.risk_logit(picked_flow, picked_risk, near)}
 
 

@@ -57,8 +57,9 @@ def save_config(cfg, folder):
 
 def schema(cfg):
     """What must be equal for weights to mean the same: checked whenever they move between phases or runs."""
-    return {"preset": cfg.model.preset, "features": "nodes9-edges4-globals16-surround14", "future": cfg.data.future,
-            "control_interval": cfg.env.control_interval, "max_commands": cfg.env.max_commands}
+    return {"preset": cfg.model.preset, "features": "nodes9-edges4-globals16-surround14-downstream2",
+            "future": cfg.data.future, "control_interval": cfg.env.control_interval,
+            "max_commands": cfg.env.max_commands}
 
 
 def first_weights(model, cfg, folder, phases, say):

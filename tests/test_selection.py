@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from scenes import build, close, noise, scene
 
-from models.controller import (HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES, ScaledValue, acceleration,
-                               lane_choices, plackett_luce)
+from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
+                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS
@@ -179,10 +179,24 @@ def test_lanes_that_do_not_exist_are_never_chosen(small):
 def test_lane_flags_survive_normalisation(small):
     """lane_choices reads normalised features: the two flags must come through unchanged."""
     surround = scene(6, 6, 2)["surround"]
-    parts = [torch.zeros(2, 6, n) for n in (SMALL.gnn_width, SMALL.latent, SMALL.latent, NODE_FEATURES)]
+    parts = [torch.zeros(2, 6, n) for n in (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)]
     lanes = lane_choices(small.controller.candidate_features(*parts, surround))
     assert torch.equal(lanes[..., 0], surround[..., HAS_LEFT] == 1) and lanes[..., 1].all()
     assert torch.equal(lanes[..., 2], surround[..., HAS_RIGHT] == 1)
+
+
+def test_downstream_speeds_equal_a_loop():
+    g = torch.Generator().manual_seed(4)
+    position, speed = torch.rand(2, 9, generator=g), 30 * torch.rand(2, 9, generator=g)
+    mask = torch.rand(2, 9, generator=g) < 0.7
+    means = downstream_speeds(position[:, :5], position, speed, mask)
+    for b in range(2):
+        for c in range(5):
+            for reach, mean in zip(DOWNSTREAM, means[b, c]):
+                among = [float(speed[b, n]) for n in range(9)
+                         if mask[b, n] and 0 < position[b, n] - position[b, c] <= reach]
+                assert float(mean) == pytest.approx(sum(among) / len(among) if among else FREE_SPEED, abs=1e-4)
+    assert (means == FREE_SPEED).any() and (means != FREE_SPEED).any()
 
 
 def test_acceleration_stays_in_its_range_and_starts_at_zero(models):
