@@ -21,12 +21,12 @@ from controllers import BaselineController
 from env.baselines import HAS_LEFT, commands
 from env.networks import NETWORKS
 from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
+from env.sumo import SAFE_SPEED
 from env.workers import WorkerError, make_pool
 from evaluate import parse_seeds, run_jobs
 from runtime.ending import run_script
 from train_ddp import USER_ERRORS
 
-SAFE_SPEED = 1  # bit of SUMO's speed mode
 GUARDS = {"shield": (True, False), "shield and SUMO": (True, True), "SUMO": (False, True), "none": (False, False)}
 COLUMNS = ("controlled_vehicle_steps", "collisions", "overrides")
 

@@ -98,6 +98,11 @@ class LibSumo:
         lane = self.client.lane
         return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
 
+    def crossing_lanes(self):
+        """See env.sumo.Sumo.crossing_lanes."""
+        lane = self.client.lane
+        return [i for i in lane.getIDList() if i.startswith(":") and lane.getInternalFoes(i)]
+
     def lane_shapes(self):
         """See env.sumo.Sumo.lane_shapes."""
         return [self.client.lane.getShape(i) for i in self.client.lane.getIDList()]

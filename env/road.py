@@ -20,7 +20,7 @@ class Road:
     coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
-    env.tails.meeting_lanes, meets [L]: whether a lane is among them."""
+    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: whether it crosses others."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -41,11 +41,12 @@ class Road:
     beside: dict
     met_by: dict
     meets: np.ndarray
+    crosses: np.ndarray
 
     @classmethod
-    def from_lanes(cls, lanes, reach=600.0):
+    def from_lanes(cls, lanes, reach=600.0, crossing=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream."""
+        searched at most `reach` m upstream. `crossing`: ids of the junction lanes of `crosses`."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:
@@ -74,7 +75,8 @@ class Road:
                    lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
-                   joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)))
+                   joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
+                   crosses=np.isin(list(index), list(crossing)))
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""

@@ -20,7 +20,7 @@ __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetM
 
 POLL_S = 0.002        # between two attempts to connect (the stock client sleeps 1 s)
 COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
-ALL_CHECKS, OWN_LANE_CHANGES = 31, 1621  # SUMO's default modes
+ALL_CHECKS, SAFE_SPEED, OWN_LANE_CHANGES = 31, 1, 1621  # speed mode, a bit of it, lane-change mode
 
 
 class SumoTimeout(SumoError):
@@ -198,9 +198,23 @@ class Sumo:
                     for i in lane.getIDList()]
         return self._ask(read)
 
+    def crossing_lanes(self):
+        """Ids of the junction lanes that cross or meet others, for `Road.from_lanes`."""
+        lane = self.client.lane
+        return self._ask(lambda: [i for i in lane.getIDList() if i.startswith(":") and lane.getInternalFoes(i)])
+
     def lane_shapes(self):
         """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
+
+
+def arguments(scenario, seed, env_cfg):
+    """SUMO's command line, without the binary, for an episode of a .sumocfg."""
+    scale = [] if env_cfg.demand_scale == 1.0 else ["--scale", str(env_cfg.demand_scale)]
+    return ["-c", scenario, *scale, "--seed", str(seed), "--step-length", str(env_cfg.step_length),
+            "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
+            str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
+            "--duration-log.disable"]
 
 
 def open_simulator(arguments, env_cfg):

@@ -1,9 +1,11 @@
 """Vehicles in the way that are on another lane: whoever follows does not find them in front.
 
-One has changed lanes just behind a junction, while its tail still blocks the lane from which it came. The other is on a
-junction lane that ends where the follower's own junction lane ends.
+One has changed lanes just behind a junction, while its tail still blocks the lane from which it came. Another is on a
+junction lane that ends where the follower's own junction lane ends. Who comes from the side is nobody's leader at all.
 """
 import numpy as np
+
+COMFORT_DECEL = 4.5  # m/s^2
 
 
 def obstacles(traffic, came):
@@ -45,3 +47,11 @@ def meeting_lanes(internal, link_lane):
         at.setdefault(int(link_lane[lane, 0]), []).append(int(lane))
     return {lane: [other for other in group if other != lane] for group in at.values() for lane in group
             if len(group) > 1}
+
+
+def near_crossing(road, lane, scene):
+    """Whether each vehicle of a SCENE array, on `lane` [N], is on a junction lane that crosses or meets another, or may
+    be on one before it could stop."""
+    following, speed = road.link_lane[lane], scene["speed"]
+    leads_there = ((following >= 0) & road.crosses[following]).any(1)
+    return road.crosses[lane] | (leads_there & (scene["lane_end"] < speed ** 2 / (2 * COMFORT_DECEL) + 2 * speed + 5))

@@ -14,6 +14,7 @@ from env.score import EpisodeTotals
 from env.slots import Slots
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, action_space, empty_observation,
                         observation_space, write_observation)
+from env.tails import near_crossing
 
 
 class TrafficEnv(gymnasium.Env):
@@ -48,7 +49,7 @@ class TrafficEnv(gymnasium.Env):
         self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, n)
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
-        self.driven = set()  # ICVs whose speed mode is ours
+        self.driven, self.checked = {}, np.zeros(n, int)  # speed mode of commanded ICVs; bits added to it, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
         while self.time < self.begin + self.env_cfg.warmup_s - 1e-6:
@@ -96,11 +97,7 @@ class TrafficEnv(gymnasium.Env):
 
     def arguments(self, seed):
         """SUMO's command line, without the binary, for an episode of the built scenario."""
-        e = self.env_cfg
-        scale = [] if e.demand_scale == 1.0 else ["--scale", str(e.demand_scale)]
-        return ["-c", self.scenario, *scale, "--seed", str(seed), "--step-length", str(e.step_length),
-                "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport", str(e.teleport_s),
-                "--collision.action", "warn", "--collision.check-junctions", "--duration-log.disable"]
+        return sumo.arguments(self.scenario, seed, self.env_cfg)
 
     def _start_traffic(self):
         which = self.seed % len(self.variants)
@@ -117,7 +114,8 @@ class TrafficEnv(gymnasium.Env):
         else:
             self.simulator.load(self.arguments(self.seed))
         if self.scenario not in self.roads:
-            self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50)
+            self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50,
+                                                        self.simulator.crossing_lanes())
         self.road = self.roads[self.scenario]
         self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
         self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
@@ -132,7 +130,7 @@ class TrafficEnv(gymnasium.Env):
 
     def _commands(self, slots, accels, lanes, brakes):
         """(packed commands, cost of the step). Commands to empty slots, human drivers or a slot twice are ignored."""
-        e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), set()
+        e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
             if not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen:
@@ -141,17 +139,17 @@ class TrafficEnv(gymnasium.Env):
             name = self.slots.names[slot]
             if brake > 0 or not np.isnan(accel):
                 accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
-                if name not in self.driven:
-                    commands.append(sumo.SetModes(name, e.speed_mode, e.lane_change_mode))
+                driven[name] = e.speed_mode | int(self.checked[slot])
+                if self.driven.get(name) != driven[name]:
+                    commands.append(sumo.SetModes(name, driven[name], e.lane_change_mode))
                 commands.append(self._accelerate(slot, accel))
-                driven.add(name)
                 effort += abs(accel)
             on = self.lane_at[slot]
             target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
             if lane != KEEP and 0 <= target < self.road.lane_count[on]:
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += 5.0
-        for name in sorted(self.driven - driven):  # without its safe-speed check SUMO's driver ignores speed limits too
+        for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
             commands.append(sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES))
         self.driven = driven
         self.totals.intervention(effort, len(seen))
@@ -176,7 +174,7 @@ class TrafficEnv(gymnasium.Env):
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = _keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
         slots, fresh = self.slots.assign(ids)
-        self.driven &= self.slots.slot_of.keys()
+        self.driven = {name: mode for name, mode in self.driven.items() if name in self.slots.slot_of}
         overflow = int((slots < 0).sum())
         if overflow:  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = _keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
@@ -195,6 +193,8 @@ class TrafficEnv(gymnasium.Env):
         moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
         self.odometer[slots], self.allowed[slots] = odometer, records["allowed"]
         self.speed[slots], self.lane_at[slots] = scene["speed"], self.lane
+        if self.cfg.shield.enabled:  # which knows leaders, but not who comes from the side: there SUMO's check stays on
+            self.checked[slots] = sumo.SAFE_SPEED * near_crossing(self.road, self.lane, scene)
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
                   "arrived": len(events["arrived"]), "ocr": self.totals.ocr}

@@ -105,6 +105,22 @@ def test_released_vehicle_is_driven_by_sumos_driver_again(make, grid):
     assert 13 < max(speeds) < 14  # the limit is 13.89 m/s
 
 
+@pytest.mark.parametrize("shield, near", [(True, 27), (False, 26)])
+def test_safe_speed_check_stays_on_at_crossings(make, shield, near):
+    """Two ICVs that held their speed met on the crossing: the shield does not see who comes from the side."""
+    env = make(scenario="figure_eight", icv_share=1.0, horizon_s=200.0, terminate_on_collision=False)
+    env.cfg.shield.enabled, env.cfg.figure_eight.vehicles = shield, 2
+    env.reset(seed=1)
+    env.command(*nobody(env))
+    inside, modes, name = [], [], env.slots.names[0]
+    for _ in range(60):
+        inside.append(bool(env.road.crosses[env.lane_at[0]]))
+        env.command(*only(env, [0], 0.5))
+        modes.append(env.driven[name])
+    assert set(modes) == {26, near} and any(inside)
+    assert {mode for mode, there in zip(modes, inside) if there} == {near}
+
+
 def test_commanded_vehicle_stops_at_a_red_light(make, grid):
     env = make(scenario=grid('<vehicle id="a" depart="0" departSpeed="10"><route edges="A0B0 B0C0"/></vehicle>'),
                icv_share=1.0)

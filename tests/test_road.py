@@ -5,6 +5,7 @@ import pytest
 
 from env import graph
 from env.road import FREE_SPEED, MAX_HOPS, Road, Traffic
+from env.tails import near_crossing
 
 # a (two lanes) leads to b by both lanes and to c by its left lane (a diverge); the ramp m joins b; the left lane of b
 # ends, its right lane leads to d. Names with ":" are junction lanes. m_0 comes last: index -1 must never stand for it.
@@ -127,6 +128,14 @@ def test_neighbour_lanes():
     assert right.pop("a_1") == "a_0" and right.pop("b_1") == "b_0"
     # :J_0_0 and :J_0_1 lie side by side, but nobody changes lane inside a junction.
     assert {*left.values(), *right.values()} == {"none"}
+
+
+def test_crossings_are_near_from_where_one_may_not_stop_any_more():
+    road = Road.from_lanes(LANES, crossing=[":J_1_0"])
+    scene = np.zeros(5, graph.SCENE)
+    lane = np.array([road.lane_index[name] for name in (":J_1_0", "a_1", "a_1", "a_0", "d_0")])
+    scene["speed"], scene["lane_end"] = 18.0, [3, 18 ** 2 / 9 + 36 + 4.9, 18 ** 2 / 9 + 36 + 5.1, 1, 1]
+    assert near_crossing(road, lane, scene).tolist() == [True, True, False, False, False]
 
 
 def ring(quarters=4, metres=50, gap=1):

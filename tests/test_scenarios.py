@@ -141,6 +141,7 @@ def test_figure_eight_is_closed_and_evenly_filled(make, count):
     env.cfg.figure_eight.vehicles = count
     observation, info = env.reset(seed=1)
     env.command(*nobody(env))
+    assert not env.road.internal[env.lane].any()  # two of 14 cars once stood on the crossing, in each other's way
     gaps = env.scene["lead_gap"] + env.scene["length"]
     assert sorted(env.scene["lead"]) == list(range(count))  # everybody leads somebody, through the crossing too
     assert gaps.sum() == pytest.approx(env.road.lane_length.sum(), abs=0.1)
