@@ -6,8 +6,7 @@ from models.policy import Driver
 
 
 class RuleDriver(Driver):
-    """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms: first whom
-    the rule commands, in its order, then some of the policy's own picks, which are released. With
+    """A Driver that asks a rule instead of the controller. Its choices are the rule's in the policy's terms. With
     `corrects` the policy itself drives, without noise, and the choices are what the rule would have done where that
     leads (DAgger, Ross et al. 2011).
 
@@ -46,18 +45,32 @@ class RuleDriver(Driver):
 
 def follow(choice, wanted, slots):
     """Overwrite one environment's choice (tensors [K], see Controller.select) with a rule's commands `wanted` (slot,
-    accel, lane, ...); `slots` are those of the candidates. A slot that is not among them is no command."""
+    accel, lane, ...), in its order; `slots` are those of the candidates, others are no command."""
     place = {int(slot): i for i, slot in enumerate(slots)}
     own = [j for j, slot in enumerate(wanted[0]) if int(slot) in place]
-    picks = [place[int(wanted[0][j])] for j in own]
-    picks += [p for p in choice["picks"][choice["valid"]].tolist() if p not in picks]
-    picks, n = picks[:len(choice["picks"])], len(own)
-    choice["valid"][:] = torch.arange(len(choice["valid"])) < len(picks)
-    choice["picks"][:len(picks)] = torch.tensor(picks, dtype=torch.long)
-    choice["release"][:n], choice["release"][n:] = False, True
-    accel = torch.as_tensor(wanted[1][own], dtype=torch.float32)
+    n, accel = len(own), torch.as_tensor(wanted[1][own], dtype=torch.float32)
+    choice["valid"][:], choice["release"][:] = torch.arange(len(choice["valid"])) < n, False
+    choice["picks"][:n] = torch.tensor([place[int(wanted[0][j])] for j in own], dtype=torch.long)
     choice["pace"][:n], choice["u"][:n] = ~accel.isnan(), pre_squash(accel.nan_to_num(0.0))
     choice["lane"][:n] = torch.as_tensor(wanted[2][own])
+
+
+def with_runners_up(scores, chosen):
+    """A rule's stored choices [B, K] with the picks that it left free: the candidates that `scores` [B, C] put next,
+    released.
+
+    They are those whom the controller itself would command beside or instead of the rule's, as it is now: the ones
+    from whom it has most to learn.
+    """
+    told = chosen["valid"] & ~chosen["release"]
+    place, columns = (~told).cumsum(1) - 1, torch.arange(scores.shape[1], device=scores.device)
+    taken = ((chosen["picks"][..., None] == columns) & told[..., None]).any(1)
+    top, others = scores.detach().masked_fill(taken, -torch.inf).topk(min(told.shape[1], len(columns)), -1)
+    free = ~told & (place < others.shape[1])
+    place = place.clamp(0, others.shape[1] - 1)
+    free = free & torch.isfinite(top.gather(1, place))
+    picks = torch.where(free, others.gather(1, place), chosen["picks"] * told)
+    return {**chosen, "picks": picks, "valid": told | free, "release": ~told}
 
 
 def pre_squash(accel):

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import objectives
+from models.controller import plackett_luce
+from models.imitation import with_runners_up
 from models.risk_gnn import INPUTS
 
 CONFLICT_WEIGHT = 3.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
@@ -100,13 +102,18 @@ class PPOLoss(nn.Module):
         Returns (loss, sums for the log). `imitate`: the batch holds a rule's choices, all of them worth learning."""
         candidates, place, scene = batch["candidates"].float(), batch["place"], batch["scene"].float()
         scores = self.controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
-        picked, chosen = candidates[place.gather(1, batch["picks"])], stored_choice(batch)
+        chosen = with_runners_up(scores, stored_choice(batch)) if imitate else stored_choice(batch)
+        picked = candidates[place.gather(1, chosen["picks"])]
         evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
-        if imitate:  # the surrogate vanishes, the log-likelihood takes its place
-            batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.zeros_like(batch["advantage"])}
+        if not imitate:
+            return ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
+        # The log-likelihood takes the surrogate's place: all of the rule's picks, of the others the release.
+        batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.zeros_like(batch["advantage"]),
+                 "pick_valid": chosen["valid"]}
         loss, log = ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
-        likelihood = evaluated[0].sum() / count
-        return (loss - likelihood, {**log, "loss_policy": -likelihood.detach()}) if imitate else (loss, log)
+        order = plackett_luce(scores, chosen["picks"], chosen["valid"]).masked_fill(~chosen["release"], 0.0)
+        likelihood = (evaluated[0] - order).sum() / count
+        return loss - likelihood, {**log, "loss_policy": -likelihood.detach()}
 
 
 def stored_choice(batch):

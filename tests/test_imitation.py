@@ -12,8 +12,8 @@ import train_rl
 from configs import Config
 from env.baselines import make_baseline
 from env.workers import make_pool
-from models.controller import acceleration
-from models.imitation import RuleDriver, follow, pre_squash
+from models.controller import acceleration, plackett_luce
+from models.imitation import RuleDriver, follow, pre_squash, with_runners_up
 from models.losses import PPOLoss, stored_choice
 from models.policy import TrafficModel
 from runtime.precision import Precision
@@ -29,24 +29,41 @@ def choice_of(picks):
             "pace": torch.rand(K) < 0.5, "u": torch.randn(K), "lane": torch.ones(K, dtype=torch.long)}
 
 
-@pytest.mark.parametrize("own, picks, slots, expected", [
-    ([], [3, 0, 2, 1, 4], range(10, 16), [3, 0, 2, 1, 4]),                # nobody is commanded: all released
-    ([12, 15], [3, 0, 2, 1, 4], range(10, 16), [2, 5, 3, 0, 1]),          # the rule's first, nobody twice, K at most
-    ([15, 14, 13, 12, 11], [0, 1, 2, 3, 4], range(10, 16), [5, 4, 3, 2, 1]),
-    ([11], [1, 0], [10, 11], [1, 0]),                                     # fewer ICVs than K
-    ([], [], [], [])])
-def test_choice_is_the_rules_and_the_rest_is_released(own, picks, slots, expected):
+@pytest.mark.parametrize("own, slots, expected", [
+    ([], range(10, 16), []),
+    ([12, 15], range(10, 16), [2, 5]),
+    ([15, 14, 13, 12, 11], range(10, 16), [5, 4, 3, 2, 1]),
+    ([11], [10, 11], [1]),                                     # fewer ICVs than K
+    ([], [], [])])
+def test_choice_is_the_rules(own, slots, expected):
     pad = K - len(own)
     accel = np.array([-2.0, np.nan, -2.0, -2.0, -2.0][:len(own)] + [0.0] * pad)  # NaN: the driver keeps the speed
     wanted = (np.array(own + [NOBODY] * pad), accel, np.array([0] * len(own) + [1] * pad), np.zeros(K))
-    choice = choice_of(picks)
+    choice = choice_of([])
     follow(choice, wanted, torch.tensor(list(slots), dtype=torch.long))
     assert choice["picks"][choice["valid"]].tolist() == expected
-    assert choice["release"].tolist() == [False] * len(own) + [True] * pad
+    assert not choice["release"].any()
     assert choice["lane"][:len(own)].tolist() == [0] * len(own)
     paced = choice["pace"][:len(own)]
     assert paced.tolist() == [True, False, True, True, True][:len(own)]
     assert acceleration(choice["u"][:len(own)])[paced].tolist() == pytest.approx([-2.0] * int(paced.sum()))
+
+
+def test_runners_up_are_whom_the_controller_would_pick_next():
+    """Once, the idle picks sampled while collecting were learned from: when the controller had learned whom to prefer,
+    it had never been told to leave the next best alone, and commanded 0.8 too many for each right one."""
+    nobody = -torch.inf
+    scores = torch.tensor([[0.1, 5.0, 3.0, 4.0, 2.0, 1.0], [1.0, 2.0, nobody, nobody, 0.0, nobody],
+                           [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    chosen = {"picks": torch.tensor([[2, 0, 0, 0, 0], [4, 0, 0, 0, 0], [5, 3, 1, 0, 2]]),
+              "valid": torch.tensor([[True] + [False] * 4, [True] + [False] * 4, [True] * 5]),
+              "release": torch.zeros(3, 5, dtype=torch.bool)}
+    filled = with_runners_up(scores, chosen)
+    assert [row[there].tolist() for row, there in zip(filled["picks"], filled["valid"])] == [
+        [2, 1, 3, 4, 5], [4, 1, 0], [5, 3, 1, 0, 2]]
+    assert filled["release"].tolist() == [[False] + [True] * 4, [False] + [True] * 4, [False] * 5]
+    few = with_runners_up(scores[1:2, :2], {name: x[1:2] & False for name, x in chosen.items()})  # fewer candidates than picks
+    assert few["picks"][few["valid"]].tolist() == [1, 0] and few["release"].all()
 
 
 def test_accelerations_survive_the_squashing():
@@ -69,7 +86,7 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
             slot, accel, lane, _ = make_baseline(name, cfg)(
                 {key: value[row] for key, value in observation.items()}, K, np.random.default_rng(row))
             sent = commands["slot"][row] < 200
-            assert sent.sum() == (slot < 200).sum() > 0 and choice["valid"][row].all()
+            assert sent.sum() == (slot < 200).sum() > 0 and choice["valid"][row].sum() == sent.sum()
             np.testing.assert_array_equal(commands["slot"][row][sent], slot[sent])
             np.testing.assert_array_equal(commands["lane"][row][sent], lane[sent])
             limited = np.clip(accel[sent], -2.875, 1.875)  # the ends of the squashing
@@ -103,12 +120,14 @@ def test_who_is_corrected_drives_itself(scenarios):
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 def likelihood(controller, rollout):
-    """Log-likelihood of all stored picks."""
+    """Log-likelihood of all stored picks, and of the release of those next in line."""
     batch = Minibatches(rollout, train_rl.LEARN, CPU)(np.arange(rollout.steps * E))
     candidates, place = batch["candidates"].float(), batch["place"]
     scores = controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
-    picked = candidates[place.gather(1, batch["picks"])]
-    return controller.evaluate_picked(scores, picked, batch["scene"].float(), stored_choice(batch))[0].sum()
+    chosen = with_runners_up(scores, stored_choice(batch))
+    picked = candidates[place.gather(1, chosen["picks"])]
+    each = controller.evaluate_picked(scores, picked, batch["scene"].float(), chosen)[0]
+    return each.sum() - plackett_luce(scores, chosen["picks"], chosen["valid"])[chosen["release"]].sum()
 
 
 def test_gradient_of_imitation_is_that_of_the_likelihood(small):
