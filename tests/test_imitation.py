@@ -62,7 +62,7 @@ def test_runners_up_are_whom_the_controller_would_pick_next():
     assert [row[there].tolist() for row, there in zip(filled["picks"], filled["valid"])] == [
         [2, 1, 3, 4, 5], [4, 1, 0], [5, 3, 1, 0, 2]]
     assert filled["release"].tolist() == [[False] + [True] * 4, [False] + [True] * 4, [False] * 5]
-    few = with_runners_up(scores[1:2, :2], {name: x[1:2] & False for name, x in chosen.items()})  # fewer candidates than picks
+    few = with_runners_up(scores[1:2, :2], {name: x[1:2] & False for name, x in chosen.items()})  # fewer than K
     assert few["picks"][few["valid"]].tolist() == [1, 0] and few["release"].all()
 
 

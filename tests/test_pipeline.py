@@ -217,6 +217,22 @@ def eager(finished):
     return finished.folder / "runs" / "eager"
 
 
+def test_pareto_trains_each_limit_once_and_scores_all(finished):
+    words = ["benchmarks.pareto", "--run", "runs/smoke", "--limits", "0.05", "--price", "3", "--seeds", "1001",
+             "phase3.epochs=1", "evaluate.horizon_s=40"]
+    done = run(finished.folder, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = [finished.folder / "runs" / f"smoke-{name}" for name in ("limit-0.05", "price-3")]
+    limited, priced = (load_config(str(folder / "config.yaml")).phase3 for folder in folders)
+    assert (limited.limit_end, limited.limit_start) == (0.05, 0.2)
+    assert (priced.multiplier_init, priced.multiplier_lr) == (3, 0) and [progress(f, 3) for f in folders] == [[1], [1]]
+    result = json.loads((finished.folder / "pareto.json").read_text())
+    assert list(result["summary"]) == ["none", "phase 2", "limit-0.05", "price-3"]
+    assert [row["controller"] for row in result["rows"]] == list(result["summary"])
+    before = tree(folders[0] / "phase3")
+    assert run(finished.folder, *words).returncode == 0 and not written_since(before, folders[0] / "phase3")
+
+
 def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
     several = ["--controllers", "policy", "--seeds", "1002,1001", "evaluate.workers=3"]
     again = scores(finished.folder, "a", "--checkpoint", "runs/smoke", *several)

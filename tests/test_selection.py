@@ -179,7 +179,8 @@ def test_lanes_that_do_not_exist_are_never_chosen(small):
 def test_lane_flags_survive_normalisation(small):
     """lane_choices reads normalised features: the two flags must come through unchanged."""
     surround = scene(6, 6, 2)["surround"]
-    parts = [torch.zeros(2, 6, n) for n in (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)]
+    widths = (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)
+    parts = [torch.zeros(2, 6, n) for n in widths]
     lanes = lane_choices(small.controller.candidate_features(*parts, surround))
     assert torch.equal(lanes[..., 0], surround[..., HAS_LEFT] == 1) and lanes[..., 1].all()
     assert torch.equal(lanes[..., 2], surround[..., HAS_RIGHT] == 1)

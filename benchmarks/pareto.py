@@ -1,0 +1,114 @@
+"""What is a policy worth when interventions are rationed? Phase 3 once for each limit of C_int, all from one phase 2.
+
+    python -m benchmarks.pareto --run runs/suite --limits 0.2,0.1,0.05,0.02 --price 20 --json pareto.json
+
+Each limit is a run of its own beside --run, named after both, with that run's configuration: `phase3.limit_end` is the
+limit, and the limit does not start below it. --price adds a run with a constant multiplier instead, for comparison.
+What is trained already is not trained again. Then the policy of phase 2 and those of all limits drive the same held-out
+episodes (evaluate.seeds, or --seeds) of each variant of env.suite. Flagged: a mean C_int more than 5 % above the limit;
+OCR more than 1 % below no control.
+"""
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.report import finish
+from configs import ConfigError, console, load_config
+from configs.command_line import parse
+from controllers import make_controller
+from env.traffic_env import check_scenario
+from env.workers import WorkerError, make_pool
+from evaluate import find_checkpoint, load_policy, parse_seeds, run_jobs, score
+from runtime.ending import run_script
+from runtime.scores import summarise
+from train_ddp import USER_ERRORS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(run, name, overrides):
+    """Phase 3 in the folder `name` beside `run`, from the phase 2 of `run`; returns that folder."""
+    folder = run.parent / f"{run.name}-{name}"
+    if not (folder / "phase2").exists():
+        shutil.copytree(run / "phase2", folder / "phase2")
+    words = ["--config", str(run / "config.yaml"), f"run.folder={run.parent}", f"run.name={folder.name}", *overrides]
+    console.say(f"\n{name}: {' '.join(overrides)}")
+    if subprocess.run([sys.executable, str(ROOT / "train_ddp.py"), "--phase", "3", *words]).returncode:
+        raise ConfigError(f"{folder}: phase 3 failed; its message stands above")
+    return folder
+
+
+def drive(cfg, models, seeds, folder):
+    """Scored rows of each model, {name: TrafficModel}, and of "none" on all variants of the suite."""
+    rows = []
+    for text, variant in zip(cfg.env.suite, cfg.variants()):
+        jobs = [(name, seed) for name in ("none", *models) for seed in seeds]
+        with make_pool(variant, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
+            drivers = {name: make_controller(variant, "policy", model, pool.num_envs) for name, model in models.items()}
+            drivers["none"] = make_controller(variant, "none", None, pool.num_envs)
+            mine, _ = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, console.progress)
+        rows += [{**row, "variant": text} for row in score(mine, jobs)]
+    return rows
+
+
+def show(rows, limits):
+    """Print one line per policy: means over the suite with intervals, then S_total and C_int by variant."""
+    variants, summary = list(dict.fromkeys(row["variant"] for row in rows)), summarise(rows)
+    print(f"\n{'':18s}{'S_total':>14s}{'OCR change, %':>16s}{'C_int':>16s}   S_total, C_int by variant")
+    for name, mean in summary.items():
+        cells = [f"{mean[key]['mean']:.{digits}f} +- {mean[key]['ci95'] or 0:.{digits}f}"
+                 for key, digits in (("s_total", 1), ("ocr_change", 1), ("c_int", 3))]
+        parts = [summarise([row for row in rows if row["variant"] == text])[name] for text in variants]
+        by_variant = "  ".join(f"{part['s_total']['mean']:5.1f} {part['c_int']['mean']:.3f}" for part in parts)
+        flags = ["C_int"] if mean["c_int"]["mean"] > 1.05 * limits.get(name, float("inf")) else []
+        flags += ["OCR"] if min(part["ocr_change"]["mean"] for part in parts) < -1 else []
+        print(f"{name:18s}{cells[0]:>14s}{cells[1]:>16s}{cells[2]:>16s}   {by_variant}"
+              + "".join(f"  <- {flag}" for flag in flags))
+
+
+def parse_limits(text):
+    """"0.2,0.05" -> {"limit-0.2": 0.2, "limit-0.05": 0.05}; ConfigError when it is no such list."""
+    try:
+        return {f"limit-{part}": float(part) for part in text.split(",")}
+    except ValueError:
+        raise ConfigError(f"command line: --limits {text!r}: expected numbers such as 0.2,0.05") from None
+
+
+def add_options(parser):
+    parser.set_defaults(config=None)
+    parser.add_argument("--run", required=True, help="run folder with phase 2 finished")
+    parser.add_argument("--limits", default="0.2,0.1,0.05,0.02", help="(default: %(default)s)")
+    parser.add_argument("--price", type=float, help="add a run with this constant multiplier")
+    parser.add_argument("--seeds", help="(default: evaluate.seeds)")
+    parser.add_argument("--json", default="pareto.json", help="where the result goes")
+
+
+def main():
+    options = parse(__doc__, add=add_options, load=False)
+    run = Path(options.run)
+    if not (run / "phase2").is_dir() or not (run / "config.yaml").is_file():
+        raise ConfigError(f"--run {run}: no run folder with a phase 2; train one with train_rl.py first")
+    cfg = load_config(str(run / "config.yaml"), options.overrides)
+    seeds = parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds
+    limits = parse_limits(options.limits)
+    wanted = {name: [f"phase3.limit_end={limit}", f"phase3.limit_start={max(limit, cfg.phase3.limit_start)}"]
+              for name, limit in limits.items()}
+    if options.price is not None:
+        wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
+                                              f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]
+    folders = {"phase 2": run / "phase2"}
+    folders.update({name: train(run, name, [*options.overrides, *words]) / "phase3" for name, words in wanted.items()})
+    torch.set_num_threads(1)
+    models = {name: load_policy(*find_checkpoint(folder))[0] for name, folder in folders.items()}
+    cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
+    check_scenario(cfg, run / "scenario")
+    rows = drive(cfg, models, seeds, str(run / "scenario"))
+    show(rows, limits)
+    finish(options.json, seeds=seeds, limits=limits, summary=summarise(rows), rows=rows)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
