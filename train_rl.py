@@ -33,7 +33,7 @@ from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
-from runtime.storage import Minibatches, SpillError
+from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
                               save_config, set_learning_rate, share_of_workers)
 from train_ddp import USER_ERRORS, advantages, optimiser_step
@@ -64,6 +64,7 @@ def phase2(cfg, team, guard):
     metrics.drop_after(c["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team)
+    kept = Kept(folder / f"warm_start-{team.rank}-of-{team.world}", p.imitate_keep, team.device)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         boundary = fewer = True
         while c["epoch"] < p.iterations:
@@ -83,7 +84,7 @@ def phase2(cfg, team, guard):
             start = time.perf_counter()
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
-            log = update(cfg, team, span, progress, module, rollout, precision, imitate)
+            log = update(cfg, team, span, progress, module, rollout, precision, kept if imitate else None)
             rollout = None  # before the next one is collected
             if p.curriculum.enabled:
                 summary["curriculum_stage"] = c["curriculum"]["stage"]
@@ -102,6 +103,8 @@ def phase2(cfg, team, guard):
                 progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
+            if boundary and c["epoch"] >= taught:
+                kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
 
@@ -154,28 +157,36 @@ def add_advantages(cfg, team, rollout):
     rollout.fixed.update({name: value.numpy() for name, value in zip(("advantage", "return", "cost_return"), values)})
 
 
-def update(cfg, team, span, progress, module, rollout, precision, imitate=False):
+def update(cfg, team, span, progress, module, rollout, precision, kept=None):
     """PPO's epochs over one rollout; stops early when the KL of all ranks together passes the target.
 
-    `imitate`: the rollout is a rule's, of whom the controller learns everything but how much to explore.
+    With `kept`, the rollouts of the warm start before this one, the controller learns a rule's choices: everything but
+    how much to explore.
     """
     p, c, passes, log_std = cfg.phase2, progress.counters, [], progress.model.controller.log_std
     before = log_std.detach().clone()
     rescale_values(progress.model.controller, team, rollout)
     minibatches = Minibatches(rollout, LEARN, team.device)
+    earlier = kept.before(c["epoch"], len(minibatches.begin)) if kept else []
+    if team.all_sum([bool(earlier)])[0] < team.world:
+        earlier = []
     for epoch in range(p.epochs):
-        logs = []
+        logs, rng = [], np.random.default_rng([cfg.run.seed, 2, c["epoch"], epoch, 2])
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
-            share = p.minibatch_size / team.world  # DDP averages over ranks
-            parts = [(minibatches(part), share, imitate) for part in np.array_split(rows, cfg.memory.split)]
+            # What was learned from another iteration's traffic is soon forgotten: it gets half of each step.
+            sources = [minibatches, *(earlier[rng.integers(len(earlier))] for _ in earlier[:1])]
+            share = p.minibatch_size / team.world * len(sources)  # DDP averages over ranks
+            parts = [(source(part), share, kept is not None) for source in sources
+                     for part in np.array_split(rows, cfg.memory.split)]
             log, norm, skipped = optimiser_step(module, parts, progress.optimizer, precision, p.clip_norm)
             c["updates"] += not skipped
             logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
         passes.append(mean_logs(team, logs))
         if passes[-1]["kl"] > p.target_kl:  # the same number on every rank: they stop together
             break
-    if imitate:
+    if kept:
         log_std.data.copy_(before)
+        kept.add(c["epoch"], minibatches)
     means = {name: sum(log[name] for log in passes) / len(passes) for name in passes[0]}
     return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
 

@@ -112,6 +112,8 @@ class PPOConfig:
     imitate_iterations: int = opt(0, "for so many iterations; 0 = PPO from the start", low=0)
     imitate_corrections: int = opt(0, "then for so many the policy drives and learns what the rule would do (DAgger)",
                                    low=0)
+    imitate_keep: int = opt(0, "rollouts of the warm start kept on the disk and learned from again (DAgger keeps all)",
+                            low=0)
     imitate_lr: float = opt(1e-3, "Adam learning rate of these iterations, at first; it falls linearly to 0", low=0)
     exploration: float = opt(0.5, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)

@@ -1,7 +1,9 @@
 """Where a rollout waits until it has been learned from: float16, without padding, in memory or spilled to a file."""
 import mmap
 import os
+import shutil
 import tempfile
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -136,6 +138,31 @@ class Minibatches:
         self.table = torch.from_numpy(rollout.tables["candidates"].array()).to(home)
         self.begin, self.count = (x["candidates"].ravel() for x in (rollout.begin, rollout.count))
 
+    def save(self, path):
+        """Write everything to a file. Raises SpillError when there is no room."""
+        places = {name: torch.from_numpy(getattr(self, name)) for name in ("begin", "count")}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.save({"fixed": self.fixed, "table": self.table, **places}, path.with_suffix(".part"))
+            os.replace(path.with_suffix(".part"), path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
+            path.with_suffix(".part").unlink(missing_ok=True)
+            raise SpillError(f"{path}: a rollout of the warm start could not be kept: {error}; free some space, or "
+                             "lower phase2.imitate_keep") from None
+
+    @classmethod
+    def load(cls, path, device):
+        """Those of `save`, which stay on the disk: only what a minibatch needs is read."""
+        try:
+            kept = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        except (OSError, RuntimeError, UnpicklingError) as error:
+            raise SpillError(f"{path}: a kept rollout of the warm start cannot be read: {error}; remove the file, the "
+                             "others are enough to go on") from None
+        self = cls.__new__(cls)
+        self.device, self.fixed, self.table = device, kept["fixed"], kept["table"]
+        self.begin, self.count = kept["begin"].numpy(), kept["count"].numpy()
+        return self
+
     def __call__(self, steps):
         """The control steps t * E + env of an array, possibly none, as {name: tensor} on the learner's device."""
         rows = row_numbers(self.begin[steps], self.count[steps])
@@ -146,3 +173,29 @@ class Minibatches:
         batch = {name: value[index] for name, value in self.fixed.items()}
         batch.update(candidates=self.table[picked], place=torch.from_numpy(place))
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+
+class Kept:
+    """Minibatches of the last `most` iterations of the warm start in a folder, to be learned from again."""
+
+    def __init__(self, folder, most, device):
+        self.folder, self.most, self.device = folder, most, device
+
+    def add(self, iteration, minibatches):
+        """Keep those of an iteration, and forget the oldest."""
+        if self.most:
+            minibatches.save(self._path(iteration))
+            self._path(iteration - self.most).unlink(missing_ok=True)
+
+    def before(self, iteration, steps):
+        """[Minibatches] of earlier iterations with so many control steps (fewer, when a worker was given up)."""
+        paths = [self._path(i) for i in range(iteration - self.most, iteration)]
+        kept = [Minibatches.load(path, self.device) for path in paths if path.exists()]
+        return [one for one in kept if len(one.begin) == steps]
+
+    def clear(self):
+        """Nothing is left of them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, iteration):
+        return self.folder / f"{iteration:05d}.pt"

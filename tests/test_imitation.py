@@ -17,7 +17,7 @@ from models.imitation import RuleDriver, follow, pre_squash, with_runners_up
 from models.losses import PPOLoss, stored_choice
 from models.policy import TrafficModel
 from runtime.precision import Precision
-from runtime.storage import Minibatches
+from runtime.storage import Kept, Minibatches, SpillError
 
 K, NOBODY = 5, 99
 
@@ -145,7 +145,7 @@ def test_gradient_of_imitation_is_that_of_the_likelihood(small):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_imitation_learns_the_choices_and_keeps_exploring(small):
+def test_imitation_learns_the_choices_and_keeps_exploring(small, tmp_path):
     model, cfg = copy.deepcopy(small), config()
     model.freeze("risk_gnn", "world_model", "safety_shield")
     rollout, span = rollout_of(model.controller), train_rl.Span(E, ALONE)
@@ -154,6 +154,57 @@ def test_imitation_learns_the_choices_and_keeps_exploring(small):
                                optimizer=torch.optim.Adam(model.controller.parameters(), 1e-3))
     for _ in range(5):
         train_rl.update(cfg, ALONE, span, progress, PPOLoss(model, cfg.phase2), rollout,
-                        Precision(cfg.phase2.amp, CPU), imitate=True)
+                        Precision(cfg.phase2.amp, CPU), Kept(tmp_path, 0, CPU))
     assert likelihood(model.controller, rollout).item() > before + 5
     assert model.controller.log_std.item() == explore
+
+
+# ---- rollouts kept -------------------------------------------------------------------------------------------------
+
+def test_kept_rollouts_come_back_and_the_oldest_go(small, tmp_path):
+    kept, rollout = Kept(tmp_path / "kept", 2, CPU), rollout_of(small.controller)
+    minibatches, steps = Minibatches(rollout, train_rl.LEARN, CPU), rollout.steps * E
+    for iteration in range(4):
+        assert len(kept.before(iteration, steps)) == min(iteration, 2)
+        kept.add(iteration, minibatches)
+    assert len(list(tmp_path.rglob("*.pt"))) == 2 and kept.before(4, steps + 1) == []
+    rows = np.array([3, 0, 5])
+    again, first = kept.before(4, steps)[0](rows), minibatches(rows)
+    assert again.keys() == first.keys()
+    for name, value in first.items():
+        assert torch.equal(again[name], value), name
+    kept.clear()
+    assert not (tmp_path / "kept").exists()
+
+
+def test_what_cannot_be_kept_or_read_is_named(small, tmp_path, monkeypatch):
+    kept, minibatches = Kept(tmp_path, 1, CPU), Minibatches(rollout_of(small.controller), train_rl.LEARN, CPU)
+    kept.add(0, minibatches)
+    path, = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(SpillError, match="00000.pt: a kept rollout .* cannot be read: .*remove the file"):
+        kept.before(1, 1)
+
+    def full(content, path):
+        path.write_bytes(b"part")
+        raise RuntimeError("no space left")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(SpillError, match="00007.pt: .* could not be kept: no space left; free some space, or lower"):
+        kept.add(7, minibatches)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_each_step_learns_from_an_earlier_rollout_too(small, tmp_path):
+    """From the newest alone, the policy was now too meek, now too bold: what traffic without jams taught it, it had
+    forgotten after an iteration with jams."""
+    rollouts, learned = [rollout_of(small.controller, seed=seed) for seed in (1, 2, 2, 2)], []
+    for most in (0, 3):
+        cfg, model, kept = config(), copy.deepcopy(small), Kept(tmp_path, most, CPU)
+        model.freeze("risk_gnn", "world_model", "safety_shield")
+        optimizer = torch.optim.Adam(model.controller.parameters(), 1e-3)
+        for epoch, rollout in enumerate(rollouts):
+            progress = SimpleNamespace(model=model, counters={"epoch": epoch, "updates": 0}, optimizer=optimizer)
+            train_rl.update(cfg, ALONE, train_rl.Span(E, ALONE), progress, PPOLoss(model, cfg.phase2), rollout,
+                            Precision(cfg.phase2.amp, CPU), kept)
+        learned.append(likelihood(model.controller, rollouts[0]).item())
+    assert learned[1] > learned[0] + 1

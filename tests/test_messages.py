@@ -219,6 +219,7 @@ CASES = [
 # (fragment, test file that triggers it)
 ELSEWHERE = [
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
+    ("could not be kept", "test_imitation.py"), ("cannot be read: {error}; remove", "test_imitation.py"),
     ("could not be written", "test_damaged_inputs.py"), ("missing, although", "test_damaged_inputs.py"),
     ("not to be seen", "test_nodes.py"), ("is too old", "test_damaged_inputs.py"),
     ("not the same folder", "test_nodes.py"), ("see different checkpoints", "test_nodes.py"),

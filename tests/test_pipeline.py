@@ -31,7 +31,8 @@ DEADLINE = 300  # s; generous, because nothing here measures time
 MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
 # One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
-         "phase1.epochs=6", "phase2.iterations=4", "phase2.imitate_corrections=1", "phase3.epochs=4"]
+         "phase1.epochs=6", "phase2.iterations=4", "phase2.imitate_corrections=1", "phase2.imitate_keep=1",
+         "phase3.epochs=4"]
 EPOCHS = {1: 6, 2: 4, 3: 4}
 SUMOCFG = "<configuration><input>{}</input></configuration>"
 SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}

@@ -35,9 +35,9 @@ def config():
     return cfg
 
 
-def rollout_of(controller, folder=None, spill_mb=0):
+def rollout_of(controller, folder=None, spill_mb=0, seed=0):
     """A rollout of random numbers with 0 to 9 candidates a step."""
-    rng, rollout = np.random.default_rng(0), Rollout(T, E, folder, spill_mb)
+    rng, rollout = np.random.default_rng(seed), Rollout(T, E, folder, spill_mb)
     for t in range(T):
         many = rng.integers(0, 10, E)
         many[0] = 9 if t == 0 else many[0]
