@@ -4,7 +4,8 @@ Level 1 clips the acceleration (a limit that falls with speed, a bound that keep
 interval even if the leader brakes fully, and the same bound, but no braking, for who may cut in) and vetoes lane
 changes that would cut a gap (without a commanded speed, SUMO's driver waits for one). Level 2 brakes hard when the time
 to collision or the time headway is too short. A learned risk head, trained in phase 3, forbids acceleration and lane
-changes where it foresees a conflict.
+changes where it foresees a conflict. Who comes from the side is not seen here: near crossings, SUMO's own safe-speed
+check stays on (env/tails.py).
 """
 import torch
 from torch import nn
