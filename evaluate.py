@@ -31,7 +31,7 @@ from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
-from runtime.scores import summarise, table
+from runtime.scores import differences, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import USER_ERRORS
@@ -106,7 +106,7 @@ def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=console
         mine, lines = evaluate(variant, controllers, seeds, model, folder, say)
         if len(cfg.env.suite) == 1:
             return mine, lines
-        console.say(f"\n{text}\n{table(summarise(mine))}\n")
+        console.say("\n".join(["", text, table(summarise(mine)), *differences(mine), ""]))
         rows += [{**row, "variant": text} for row in mine]
         log += [(*line, text) for line in lines]
     return rows, log
@@ -248,7 +248,7 @@ def main():
     suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""
     print(f"\n{cfg.env.scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
-    print(table(summarise(rows)))
+    print("\n".join([table(summarise(rows)), *differences(rows)]))
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)
     if options.tracks:

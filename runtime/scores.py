@@ -22,6 +22,18 @@ def summarise(rows):
                    for key, by_seed in metrics.items()} for name, metrics in values.items()}
 
 
+def differences(rows):
+    """["S_total, paired: policy - RULE +1.0 +- 0.5"] for every other controller of the rows; none without a policy."""
+    scores = {}
+    for row in rows:
+        scores.setdefault(row["controller"], {}).setdefault(row["seed"], []).append(row["s_total"])
+    policy, lines = scores.pop("policy", {}), []
+    for name in scores.keys() - {"none"} if policy else ():
+        gain = mean_ci([np.mean(policy[seed]) - np.mean(values) for seed, values in scores[name].items()])
+        lines.append(f"S_total, paired: policy - {name} {gain['mean']:+.2f} +- {gain['ci95'] or 0:.2f}")
+    return sorted(lines)
+
+
 def mean_ci(values):
     """{"mean", "ci95"} of a list of numbers; None where there are too few."""
     n = len(values)

@@ -11,7 +11,7 @@ from env.baselines import mean_speed_ahead
 from env.workers import make_pool
 from controllers import AHEAD, LANES, Audit, PolicyController
 from evaluate import parse_seeds, sweep
-from runtime.scores import mean_ci, student_t, summarise
+from runtime.scores import differences, mean_ci, student_t, summarise
 
 
 @pytest.mark.parametrize("freedom, quantile", [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262)])
@@ -29,6 +29,16 @@ def test_interval_of_a_mean_by_hand():
 def test_summary_leaves_missing_values_out():
     rows = [{"controller": "a", "seed": s, "x": s, "min_ttc": t} for s, t in ((1, None), (3, 2.0))]
     assert summarise(rows)["a"]["x"]["mean"] == 2 and summarise(rows)["a"]["min_ttc"] == {"mean": 2.0, "ci95": None}
+
+
+def test_differences_are_paired_by_seed_over_the_variants():
+    def rows(name, scores):
+        return [{"controller": name, "seed": seed, "variant": v, "s_total": scores[v][seed]}
+                for v in range(2) for seed in range(3)]
+    both = rows("policy", [[1, 2, 3], [3, 4, 5]]) + rows("tuned", [[1, 1, 1], [1, 1, 1]])  # 2, 3, 4 against 1, 1, 1
+    assert differences(both + rows("none", [[0] * 3] * 2)) == [
+        f"S_total, paired: policy - tuned +2.00 +- {mean_ci([1, 2, 3])['ci95']:.2f}"]
+    assert differences(rows("tuned", [[0] * 3] * 2)) == []
 
 
 def test_lists_of_seeds():
