@@ -2,8 +2,8 @@
 
     python -m benchmarks.pareto --run runs/suite --limits 0.2,0.1,0.05,0.02 --price 20 --json pareto.json
 
-Each limit is a run of its own beside --run, named after both, with that run's configuration: `phase3.limit_end` is the
-limit, and the limit does not start below it. --price adds a run with a constant multiplier instead, for comparison.
+Each limit is a run of its own beside --run, named after both, with that run's configuration: the limit holds from
+the first epoch on. --price adds a run with a constant multiplier instead, for comparison.
 What is trained already is not trained again. Then the policy of phase 2 and those of all limits drive the same held-out
 episodes (evaluate.seeds, or --seeds) of each variant of env.suite. Flagged: a mean C_int more than 5 % above the limit;
 OCR more than 1 % below no control.
@@ -94,8 +94,7 @@ def main():
     cfg = load_config(str(run / "config.yaml"), options.overrides)
     seeds = parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds
     limits = parse_limits(options.limits)
-    wanted = {name: [f"phase3.limit_end={limit}", f"phase3.limit_start={max(limit, cfg.phase3.limit_start)}"]
-              for name, limit in limits.items()}
+    wanted = {name: [f"phase3.limit_end={limit}", f"phase3.limit_start={limit}"] for name, limit in limits.items()}
     if options.price is not None:
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
                                               f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]

@@ -225,7 +225,7 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished):
     assert done.returncode == 0, done.stdout + done.stderr
     folders = [finished.folder / "runs" / f"smoke-{name}" for name in ("limit-0.05", "price-3")]
     limited, priced = (load_config(str(folder / "config.yaml")).phase3 for folder in folders)
-    assert (limited.limit_end, limited.limit_start) == (0.05, 0.2)
+    assert (limited.limit_end, limited.limit_start) == (0.05, 0.05)
     assert (priced.multiplier_init, priced.multiplier_lr) == (3, 0) and [progress(f, 3) for f in folders] == [[1], [1]]
     result = json.loads((finished.folder / "pareto.json").read_text())
     assert list(result["summary"]) == ["none", "phase 2", "limit-0.05", "price-3"]
