@@ -93,6 +93,7 @@ class Audit:
         self.step += 1
 
 
-def make_controller(cfg, name, model, num_envs):
-    """The controller of this name, for the environments of one pool."""
-    return PolicyController(cfg, model, num_envs) if name == "policy" else BaselineController(cfg, name)
+def make_controller(cfg, name, models, num_envs):
+    """The controller of this name, for the environments of one pool: a policy of `models`, {name: TrafficModel}, or a
+    baseline."""
+    return PolicyController(cfg, models[name], num_envs) if name in models else BaselineController(cfg, name)

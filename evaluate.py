@@ -39,20 +39,21 @@ from train_ddp import USER_ERRORS
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 
 
-def evaluate(cfg, controllers, seeds, model=None, folder=None, say=console.progress):
-    """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row."""
+def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress):
+    """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row. A
+    controller is a policy of `models`, {name: TrafficModel}, or a baseline."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-        drivers = {name: make_controller(cfg, name, model, pool.num_envs) for name, _ in jobs}
+        drivers = {name: make_controller(cfg, name, models, pool.num_envs) for name, _ in jobs}
         rows, log = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, say)
     return score(rows, jobs), log
 
 
-def watch(cfg, controllers, seed, model=None, folder=None, say=console.progress):
+def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
     """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process."""
     with make_pool(cfg, 0, 1, folder) as pool:
         environment = pool.environments.envs[0]
-        drivers = {name: Recorded(make_controller(cfg, name, model, 1), environment) for name in controllers}
+        drivers = {name: Recorded(make_controller(cfg, name, models, 1), environment) for name in controllers}
         run_jobs(pool, drivers, [(name, seed) for name in controllers], cfg.rollout.restarts, say)
         return {name: driver.tracks for name, driver in drivers.items()}
 
@@ -99,11 +100,11 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
-def evaluate_suite(cfg, controllers, seeds, model=None, folder=None, say=console.progress):
+def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress):
     """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
     rows, log = [], []
     for text, variant in zip(cfg.env.suite, cfg.variants()):
-        mine, lines = evaluate(variant, controllers, seeds, model, folder, say)
+        mine, lines = evaluate(variant, controllers, seeds, models, folder, say)
         if len(cfg.env.suite) == 1:
             return mine, lines
         console.say("\n".join(["", text, table(summarise(mine)), *differences(mine), ""]))
@@ -208,7 +209,7 @@ def configuration(options, changes, state, folder):
 
 
 def settings(options):
-    """({name of a sweep's value: configuration}, controllers, seeds, model or None) from the command line."""
+    """({name of a sweep's value: configuration}, controllers, seeds, models {"policy": ...}) of the command line."""
     state = folder = None
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)
@@ -218,31 +219,31 @@ def settings(options):
     wrong = [name for name in controllers if name not in CONTROLLERS]
     if wrong:
         raise ConfigError(f"controllers: unknown {', '.join(wrong)}; expected some of {', '.join(CONTROLLERS)}")
-    model = None
+    models = {}
     if "policy" in controllers:
         if state is None:
             raise ConfigError("controllers: `policy` needs --checkpoint RUN_OR_FOLDER")
-        model, trained = load_policy(state, folder)
+        models["policy"], trained = load_policy(state, folder)
         for cfg in configs.values():
             if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
-        print(f"policy: {folder} (epoch {state['epoch']})\n{model.describe()}")
-    return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, model
+        print(f"policy: {folder} (epoch {state['epoch']})\n{models['policy'].describe()}")
+    return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, models
 
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
     check_output(options)
-    configs, controllers, seeds, model = settings(options)
+    configs, controllers, seeds, models = settings(options)
     torch.set_num_threads(1)
     rows, log = [], []
     for name, cfg in configs.items():
         folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
         check_scenario(cfg, folder)
         if options.animate or options.gui:
-            return show(cfg, controllers[-1], seeds[0], model, folder, options)
-        mine, lines = evaluate_suite(cfg, controllers, seeds, model, folder)
+            return show(cfg, controllers[-1], seeds[0], models, folder, options)
+        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder)
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         log += [(line[0] + name, *line[1:]) for line in lines]
     suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""
@@ -252,7 +253,7 @@ def main():
     if options.out:
         write(options.out, cfg.env.scenario, seeds, rows, log)
     if options.tracks:
-        tracks = watch(cfg, to_record(summarise(rows)), seeds[0], model, folder)
+        tracks = watch(cfg, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, cfg.env.control_interval, seeds[0])
 
 
@@ -270,11 +271,11 @@ def check_output(options):
         check_display()
 
 
-def show(cfg, controller, seed, model, folder, options):
+def show(cfg, controller, seed, models, folder, options):
     """One episode in SUMO's window, as an animation, or both."""
     if options.gui:  # one may pause for as long as one likes, and a closed window stays closed
         cfg.env.backend, cfg.env.call_timeout_s, cfg.rollout.restarts = "gui", 1e6, 0
-    tracks = watch(cfg, [controller], seed, model, folder)
+    tracks = watch(cfg, [controller], seed, models, folder)
     if options.animate:
         path = Path(options.animate).with_suffix(".tracks.npz")
         save_tracks(path, tracks, cfg.env.control_interval, seed)

@@ -46,18 +46,8 @@ def phase2(cfg, team, guard):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
     p, folder = cfg.phase2, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
-    model = TrafficModel(cfg)
-    first_weights(model, cfg, folder, (1,), team.say)
-    model.controller.log_std.data.fill_(math.log(p.exploration))
-    model.freeze("risk_gnn", "world_model", "safety_shield")
-    model.to(team.device)
-    team.say(model.describe())
-    precision = Precision(p.amp, team.device, team.any)
-    team.say(precision.reason)
-    optimizer = torch.optim.Adam(model.controller.parameters(), p.lr)
-    progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
-    progress.counters["curriculum"] = curriculum.START
-    progress.resume()
+    progress, precision = learner(cfg, team, folder)
+    model, optimizer = progress.model, progress.optimizer
     if team.is_main:
         save_config(cfg, folder)
     c, metrics = progress.counters, Metrics(folder, 2, team.is_main, cfg.run.tensorboard)
@@ -106,6 +96,23 @@ def phase2(cfg, team, guard):
             if boundary and c["epoch"] >= taught:
                 kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
+
+
+def learner(cfg, team, folder):
+    """(Progress, Precision) of the controller on this rank's device, from the newest checkpoint or from phase 1."""
+    model = TrafficModel(cfg)
+    first_weights(model, cfg, folder, (1,), team.say)
+    model.controller.log_std.data.fill_(math.log(cfg.phase2.exploration))
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    model.to(team.device)
+    team.say(model.describe())
+    precision = Precision(cfg.phase2.amp, team.device, team.any)
+    team.say(precision.reason)
+    optimizer = torch.optim.Adam(model.controller.parameters(), cfg.phase2.lr)
+    progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
+    progress.counters["curriculum"] = curriculum.START
+    progress.resume()
+    return progress, precision
 
 
 def enter_stage(cfg, state, collector):
@@ -168,8 +175,8 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
     rescale_values(progress.model.controller, team, rollout)
     minibatches = Minibatches(rollout, LEARN, team.device)
     earlier = kept.before(c["epoch"], len(minibatches.begin)) if kept else []
-    if team.all_sum([bool(earlier)])[0] < team.world:
-        earlier = []
+    if kept and team.all_sum([bool(earlier)])[0] < team.world:
+        earlier = []  # some rank has none, and all must take equal steps
     for epoch in range(p.epochs):
         logs, rng = [], np.random.default_rng([cfg.run.seed, 2, c["epoch"], epoch, 2])
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):

@@ -18,10 +18,9 @@ import torch
 from benchmarks.report import finish
 from configs import ConfigError, console, load_config
 from configs.command_line import parse
-from controllers import make_controller
 from env.traffic_env import check_scenario
-from env.workers import WorkerError, make_pool
-from evaluate import find_checkpoint, load_policy, parse_seeds, run_jobs, score
+from env.workers import WorkerError
+from evaluate import evaluate_suite, find_checkpoint, load_policy, parse_seeds
 from runtime.ending import run_script
 from runtime.scores import summarise
 from train_ddp import USER_ERRORS
@@ -41,21 +40,9 @@ def train(run, name, overrides):
     return folder
 
 
-def drive(cfg, models, seeds, folder):
-    """Scored rows of each model, {name: TrafficModel}, and of "none" on all variants of the suite."""
-    rows = []
-    for text, variant in zip(cfg.env.suite, cfg.variants()):
-        jobs = [(name, seed) for name in ("none", *models) for seed in seeds]
-        with make_pool(variant, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-            drivers = {name: make_controller(variant, "policy", model, pool.num_envs) for name, model in models.items()}
-            drivers["none"] = make_controller(variant, "none", None, pool.num_envs)
-            mine, _ = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, console.progress)
-        rows += [{**row, "variant": text} for row in score(mine, jobs)]
-    return rows
-
-
 def show(rows, limits):
     """Print one line per policy: means over the suite with intervals, then S_total and C_int by variant."""
+    rows = [{"variant": "", **row} for row in rows]  # a suite of one has no names
     variants, summary = list(dict.fromkeys(row["variant"] for row in rows)), summarise(rows)
     print(f"\n{'':18s}{'S_total':>14s}{'OCR change, %':>16s}{'C_int':>16s}   S_total, C_int by variant")
     for name, mean in summary.items():
@@ -104,7 +91,7 @@ def main():
     models = {name: load_policy(*find_checkpoint(folder))[0] for name, folder in folders.items()}
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     check_scenario(cfg, run / "scenario")
-    rows = drive(cfg, models, seeds, str(run / "scenario"))
+    rows, _ = evaluate_suite(cfg, [*models], seeds, models, str(run / "scenario"))
     show(rows, limits)
     finish(options.json, seeds=seeds, limits=limits, summary=summarise(rows), rows=rows)
 

@@ -129,13 +129,13 @@ def add_options(parser):
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
-    configs, controllers, seeds, model = settings(options)
+    configs, controllers, seeds, models = settings(options)
     cfg = configs[""]
     folder, known = Path(cfg.run.folder) / cfg.run.name / "scenario", cfg.env.suite
     drawn = networks(folder / "drawn", cfg.env.horizon_s + cfg.env.warmup_s)
     cfg.env.suite = [*known, *CORRIDORS, *(f"env.scenario={os.path.relpath(path)}" for path in drawn)]
     check_scenario(cfg, folder)
-    rows, _ = evaluate_suite(cfg, controllers, seeds, model, str(folder))
+    rows, _ = evaluate_suite(cfg, controllers, seeds, models, str(folder))
     tables = {name: compare([row for row in rows if row["controller"] == name], known) for name in controllers}
     for name, table in tables.items():
         show(name, table)

@@ -208,7 +208,7 @@ class Sumo:
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
 
 
-def arguments(scenario, seed, env_cfg):
+def episode_arguments(scenario, seed, env_cfg):
     """SUMO's command line, without the binary, for an episode of a .sumocfg."""
     scale = [] if env_cfg.demand_scale == 1.0 else ["--scale", str(env_cfg.demand_scale)]
     return ["-c", scenario, *scale, "--seed", str(seed), "--step-length", str(env_cfg.step_length),

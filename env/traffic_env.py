@@ -97,7 +97,7 @@ class TrafficEnv(gymnasium.Env):
 
     def arguments(self, seed):
         """SUMO's command line, without the binary, for an episode of the built scenario."""
-        return sumo.arguments(self.scenario, seed, self.env_cfg)
+        return sumo.episode_arguments(self.scenario, seed, self.env_cfg)
 
     def _start_traffic(self):
         which = self.seed % len(self.variants)

@@ -230,6 +230,8 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished):
     result = json.loads((finished.folder / "pareto.json").read_text())
     assert list(result["summary"]) == ["none", "phase 2", "limit-0.05", "price-3"]
     assert [row["controller"] for row in result["rows"]] == list(result["summary"])
+    refused = run(finished.folder, "benchmarks.pareto", "--run", "runs/smoke", "--limits", "0.05,low")
+    assert refused.returncode == 2 and "expected numbers such as" in refused.stdout + refused.stderr
     before = tree(folders[0] / "phase3")
     assert run(finished.folder, *words).returncode == 0 and not written_since(before, folders[0] / "phase3")
 

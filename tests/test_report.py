@@ -45,8 +45,8 @@ def run(tmp_path_factory):
     cfg = load_config("configs/smoke.yaml", ["evaluate.workers=1", "env.horizon_s=60"])
     cfg.env.terminate_on_collision, said = False, ([], [])
     first, second = (lambda *text, lines=lines: lines.append(text[-1]) for lines in said)
-    rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], build("small").eval(), folder / "scenario", first)
-    tracks = evaluate.watch(cfg, CONTROLLERS, 5, build("small").eval(), folder / "scenario", second)
+    rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], {"policy": build("small").eval()}, folder / "scenario", first)
+    tracks = evaluate.watch(cfg, CONTROLLERS, 5, {"policy": build("small").eval()}, folder / "scenario", second)
     more = [{**rows[1], "controller": name} for name in ("follower_stopper", "lane_advice", "pi_saturation")]
     evaluate.write(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], log)
     save_tracks(folder / "evaluation.tracks.npz", tracks, cfg.env.control_interval, 5)

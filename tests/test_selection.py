@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from scenes import build, close, noise, scene
 
+from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
                                ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
 from models.policy import Driver
@@ -197,7 +198,7 @@ def test_downstream_speeds_equal_a_loop():
                 among = [float(speed[b, n]) for n in range(9)
                          if mask[b, n] and 0 < position[b, n] - position[b, c] <= reach]
                 assert float(mean) == pytest.approx(sum(among) / len(among) if among else FREE_SPEED, abs=1e-4)
-    assert (means == FREE_SPEED).any() and (means != FREE_SPEED).any()
+    assert FREE_SPEED == road.FREE_SPEED and (means == FREE_SPEED).any() and (means != FREE_SPEED).any()
 
 
 def test_acceleration_stays_in_its_range_and_starts_at_zero(models):

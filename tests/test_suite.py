@@ -103,7 +103,7 @@ def test_scores_of_a_suite(tmp_path, scenarios):
     cfg = config("evaluate.workers=1")
     cfg.env.suite, cfg.env.horizon_s = ["same", "env.scenario=ring"], 15.0
     rows, log = evaluate.evaluate_suite(cfg, ["random"], [7], folder=scenarios, say=lambda *text: None)
-    alone, _ = evaluate.evaluate(variant(cfg, "env.scenario=ring"), ["random"], [7], None, scenarios,
+    alone, _ = evaluate.evaluate(variant(cfg, "env.scenario=ring"), ["random"], [7], {}, scenarios,
                                  lambda *text: None)
     assert rows[2:] == [{**row, "variant": "env.scenario=ring"} for row in alone]
     assert len(rows) == 4 and {line[-1] for line in log} <= set(cfg.env.suite)
