@@ -7,6 +7,7 @@ from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
 from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
+from runtime.rollout import action_noise
 
 CONTROLLERS = (*BASELINES, "policy")
 AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
@@ -19,9 +20,9 @@ class PolicyController:
     """The trained model on one environment at a time (so that nothing depends on who else is in the batch)."""
 
     def __init__(self, cfg, model, num_envs):
-        model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
+        self.k = model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
         self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled)
-        self.selection, self.rng = cfg.evaluate.selection, {}
+        self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
 
     def begin(self, env, seed):
         self.driver.forget(env)
@@ -31,7 +32,8 @@ class PolicyController:
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
         self.seen = seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
-        choice = self.driver.choose(seen, None, self.other_scores(observation, seen, env))
+        noise = action_noise([self.rng[env]], self.k, self.driver.max_vehicles) if self.sample else None
+        choice = self.driver.choose(seen, noise, self.other_scores(observation, seen, env))
         return {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
 
     def other_scores(self, observation, seen, env):

@@ -197,7 +197,7 @@ def leave_out(cfg, team, bad):
 
 def phase3(cfg, team, guard):
     """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
-    p, folder = cfg.phase3, run_folder(cfg, team)
+    p, r, folder = cfg.phase3, cfg.rollout, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg)
     first_weights(model, cfg, folder, (2, 1), team.say)
@@ -206,6 +206,7 @@ def phase3(cfg, team, guard):
     team.say(model.describe())
     compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
+    objective = ConstrainedLoss(model, cfg.phase2, p)  # before resuming: its anchor is phase 2's policy
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
@@ -217,9 +218,8 @@ def phase3(cfg, team, guard):
         save_config(cfg, folder)
     metrics = Metrics(folder, 3, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
-    module = wrap(ConstrainedLoss(model, cfg.phase2, p), team, cfg.ddp)
-    workers = share_of_workers(cfg.rollout, team)
-    with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
+    module = wrap(objective, team, cfg.ddp)
+    with make_pool(cfg, share_of_workers(r, team), r.num_envs_per_worker, str(folder / "scenario")) as pool:
         same_number(team, pool.num_envs)
         team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch, "
                  f"batch {p.batch_size} x accumulation {p.accumulation} sequences of {p.sequence_length} steps each")
@@ -254,37 +254,38 @@ def phase3(cfg, team, guard):
 
 
 def advantages(cfg, team, batch, price):
-    """(advantage, return, cost return), each [T, E]: combined at `price` per C_int and normalised over all ranks."""
+    """(advantage, return, cost return) [T, E], combined at `price` per C_int, normalised over all ranks; its unit."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
     combined, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda, per_step)
-    return objectives.normalise(combined, *team.moments(combined)), *returns
+    mean, std = team.moments(combined)
+    return objectives.normalise(combined, mean, std), *returns, std + 1e-8
 
 
 def make_sequences(cfg, team, batch, multiplier):
     """Cut a rollout [T, E, ...] into training sequences [S, L, ...] with targets; and its facts, over all ranks."""
-    p, steps = cfg.phase3, len(batch["reward"])
+    p, steps, price = cfg.phase3, len(batch["reward"]), multiplier * cfg.env.control_interval / cfg.env.horizon_s
     by_env = {name: value.transpose(0, 1) for name, value in batch.items()}  # [E, T, ...]
     # After the last step nobody is present, so nothing beyond it is a target.
     pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731
     speed = by_env["nodes"][..., 2].float()
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
-    advantage, returns, cost_returns = advantages(cfg, team, batch, multiplier)
+    # Commands are priced as expected, not as drawn: in advantages, their price drowns in the traffic's noise.
+    advantage, returns, cost_returns, unit = advantages(cfg, team, batch, 0.0)
+    icvs = by_env["icv"].sum(-1).float().clamp(min=1)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
-                  cost_return=cost_returns.T, **{"return": returns.T})
+                  cost_return=cost_returns.T, price=price / unit / icvs, **{"return": returns.T})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
-             "release", "pace", "log_prob", "advantage", "return", "cost_return", "states", "target_valid", "conflicts",
-             "speed")
+             "release", "pace", "log_prob", "advantage", "return", "cost_return", "price", "states", "target_valid",
+             "conflicts", "speed")
     sequences = {name: by_env[name].unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
                  for name in names}
     before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
-    icvs = by_env["icv"].sum(-1).float().clamp(min=1)
-    active = by_env["pick_valid"]
-    effort, present, reward, n, released, picks = team.all_sum([
-        float((by_env["cost"] * icvs).sum()), float(icvs.sum()), float(batch["reward"].sum()), batch["reward"].numel(),
-        float((by_env["release"] & active).sum()), float(active.sum())])
-    return sequences, {"c_int": effort / present, "reward": reward / n, "steps": n,
+    active, episodes = by_env["pick_valid"], (by_env["cost"] * icvs).sum(1) / icvs.sum(1)
+    envs, cost, reward, released, picks = team.all_sum([len(episodes), *(float(x.sum()) for x in (
+        episodes, batch["reward"], by_env["release"] & active, active))])
+    return sequences, {"c_int": cost / envs, "reward": reward / envs / steps, "steps": envs * steps,
                        "released": released / max(picks, 1)}
 
 

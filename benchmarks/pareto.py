@@ -1,6 +1,6 @@
 """What is a policy worth when interventions are rationed? Phase 3 once for each limit of C_int, all from one phase 2.
 
-    python -m benchmarks.pareto --run runs/suite --limits 0.2,0.1,0.05,0.02 --price 200 --json pareto.json
+    python -m benchmarks.pareto --run runs/suite --limits 0.2,0.1,0.05,0.02 --price 3000 --json pareto.json
 
 Each limit is a run of its own beside --run, named after both, with that run's configuration: the limit holds from the
 first epoch on. --price adds a run with a constant multiplier instead, for comparison. What is trained already is not

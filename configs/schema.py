@@ -188,6 +188,7 @@ class EvaluateConfig:
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
                                     "ahead", choices=("learned", "random", "jam"))
+    sample: bool = opt(False, "the policy's actions are drawn, as in training; false = the likeliest")
     workers: int = opt(6, "processes that simulate at once", low=1)
 
 

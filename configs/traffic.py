@@ -87,6 +87,7 @@ class AdviceConfig:
     """Lane and speed advice."""
     reach_m: float = opt(314.0, "ICVs in the right lane this near to a merge move left, m", low=0, high=500)
     vehicles: int = opt(1, "if so many vehicles are on the joining road", low=0)
+    gap_m: float = opt(0.0, "and the gaps to the left in front and behind are so long, m, 0 = drivers find one", low=0)
     ahead: float = opt(0.26, "speed advice looks so far ahead, share of the network's length", low=0, high=1)
     gain: float = opt(0.0, "m/s^2 per m/s of difference to the mean speed ahead, 0 = no speed advice", low=0)
     offset: float = opt(0.0, "added to the mean speed ahead, m/s")

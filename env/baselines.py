@@ -14,6 +14,7 @@ from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT
 
 SPEED, LANE, POSITION = NODE.index("speed"), NODE.index("lane"), NODE.index("position")
 LEAD_GAP, LEAD_SPEED = SURROUND.index("lead_gap"), SURROUND.index("lead_speed")
+LEFT_GAP, LEFT_REAR_GAP = SURROUND.index("left_gap"), SURROUND.index("left_rear_gap")
 HAS_LEFT, HAS_RIGHT = SURROUND.index("has_left"), SURROUND.index("has_right")
 MERGE_DISTANCE, MERGE_VEHICLES = SURROUND.index("merge_distance"), SURROUND.index("merge_vehicles")
 FAR_M = 500.0   # merge distance of a vehicle whose road joins no other
@@ -33,10 +34,10 @@ def random(observation, k, rng):
     return commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
 
 
-def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, below, brake, accel, meter_brake,
+def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, brake, accel, meter_brake,
            meter_above, meter_ahead, meter_below):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
-    move left; their drivers keep the speed and wait for a gap.
+    move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
     in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
@@ -48,6 +49,8 @@ def advice(observation, k, rng, reach_m, vehicles, ahead, gain, offset, margin, 
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
     moves = icv & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
         distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
+    if gap_m > 0:
+        moves &= np.minimum(near[:, LEFT_GAP], near[:, LEFT_REAR_GAP]) > gap_m
     mean = mean_speed_ahead(observation, ahead)
     slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
     ramp = icv & (near[:, HAS_LEFT] + near[:, HAS_RIGHT] == 0) & (distance < FAR_M)

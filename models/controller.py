@@ -9,6 +9,7 @@ from models.presets import Normalizer, mlp
 
 ACCEL_CENTRE, ACCEL_RANGE = -0.5, 2.5     # acceleration = centre + range * tanh(u): [-3, 2] m/s^2
 LEFT, KEEP, RIGHT = 0, 1, 2
+LANE_CHANGE = 5.0                         # effort of a lane-change command; of an acceleration: its size in m/s^2
 SURROUND_FEATURES, GLOBAL_FEATURES, NODE_FEATURES = 14, 16, 9
 FREE_SPEED = 40.0                         # speed of "nobody there", m/s, as in the surroundings
 DOWNSTREAM = (0.1, 0.33)                  # how far ahead traffic is summarised, shares of the longest way to the exit
@@ -155,6 +156,34 @@ class Controller(nn.Module):
         mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
         log_prob = self._log_prob(scores, chosen, mean, lane_logp, gates)
         return log_prob, self._entropy(scores, chosen["valid"], lane_logp, gates)
+
+    def expected_effort(self, candidates, scene, chosen):
+        """Mean of |acceleration| + LANE_CHANGE per lane change over what the picks could be told, [B], m/s^2, with the
+        accelerations in the centre of their distribution: a cost without noise (Ciosek and Whiteson 2018).
+
+        Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
+        too, down to holding the speed, which costs nothing and is in everybody's way."""
+        picked = _take(candidates, chosen["picks"])
+        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
+        released, pace = gates.sigmoid().unbind(-1)
+        each = pace * acceleration(mean).abs().detach() + LANE_CHANGE * (1 - lane_logp[..., KEEP].exp())
+        return torch.where(chosen["valid"], (1 - released) * each, 0.0).sum(-1)
+
+    def divergence(self, reference, candidates, valid, scene, chosen):
+        """KL(reference || self) of the first pick and of what the picks are told, [B]; no gradient in `reference`."""
+        picked = _take(candidates, chosen["picks"])
+        lanes, scores = lane_choices(picked), self.scores(candidates, valid)
+        mean, lane, gates = self.heads(picked, scene, lanes)
+        with torch.no_grad():
+            scores0, (mean0, lane0, gates0) = reference.scores(candidates, valid), reference.heads(picked, scene, lanes)
+            open0 = gates0.sigmoid()
+            released, pace = open0.unbind(-1)
+        gate, steady = ((F.binary_cross_entropy_with_logits(x, open0, reduction="none")) for x in (gates, gates0))
+        release, speed = (gate - steady).unbind(-1)
+        speed = speed + pace * 0.5 * ((mean - mean0) / reference.log_std.exp()) ** 2
+        told = release + (1 - released) * (speed + (lane0.exp() * (lane0 - lane)).sum(-1))
+        pick, pick0 = (x.masked_fill(~valid, -1e4).log_softmax(-1) for x in (scores, scores0))
+        return (pick0.exp() * (pick0 - pick)).sum(-1) + torch.where(chosen["valid"], told, 0.0).sum(-1)
 
     def _log_prob(self, scores, chosen, mean, lane_logp, gates):
         """One log-probability per pick: being picked, released or not, and if not, the lane, and the speed or not."""

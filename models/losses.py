@@ -3,6 +3,8 @@
 Calling a method of the wrapped model instead would bypass DDP's hooks and leave gradients unsynchronised.
 Every `count` is the global number of valid items divided by the number of ranks, because DDP averages over ranks.
 """
+import copy
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -144,6 +146,7 @@ class ConstrainedLoss(nn.Module):
     def __init__(self, model, ppo, phase3):
         super().__init__()
         self.model, self.ppo, self.cfg = model, ppo, phase3
+        self.reference = copy.deepcopy(model.controller).requires_grad_(False) if phase3.anchor else None
         self.horizon = model.world_model.horizon
 
     @staticmethod
@@ -164,6 +167,12 @@ class ConstrainedLoss(nn.Module):
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
         evaluated = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], stored_choice(flat))
         loss, log = ppo_terms(model.controller, evaluated, seen["scene"], flat, self.ppo, count)
+        effort = model.controller.expected_effort(seen["candidates"], seen["scene"], stored_choice(flat))
+        loss = loss + (effort * flat["price"]).sum() / count
+        if self.reference is not None:
+            far = model.controller.divergence(self.reference, seen["candidates"], seen["valid"], seen["scene"],
+                                              stored_choice(flat)).sum() / count
+            loss, log = loss + cfg.anchor * far, {**log, "divergence": far.detach()}
         ahead = (flat["conflicts"] * flat["target_valid"]).amax(-1).gather(1, seen["slots"])
         known = flat["target_valid"].any(-1).gather(1, seen["slots"]) & seen["valid"]
         risk = objectives.conflict_loss(seen["risk_logit"], ahead, known, risk_count)

@@ -36,6 +36,7 @@ VOCABULARY = {
     "loss_risk": "cross entropy of the shield's risk head",
     "entropy": "entropy of the policy per control step",
     "kl": "estimated KL divergence from the policy that sampled, per pick",
+    "divergence": "KL divergence from the policy of phase 2, per control step (phase3.anchor)",
     "clip_share": "share of picks whose ratio left the clip range",
     "updates": "optimiser steps so far",
     "lr": "learning rate",

@@ -27,6 +27,13 @@ def episode_seed(run_seed, phase, iteration, env, number):
     return x
 
 
+def action_noise(generators, k, n):
+    """What k picks of n vehicles are sampled with (Controller.select); each environment has a numpy generator."""
+    uniform = np.stack([rng.random(5 * k + n, np.float32) for rng in generators])
+    normal = np.stack([rng.standard_normal(k, np.float32) for rng in generators])
+    return torch.from_numpy(uniform), torch.from_numpy(normal)
+
+
 class Collector:
     """Steps a pool with a Driver and keeps what learning needs.
 
@@ -81,7 +88,8 @@ class Collector:
         """Command the group's environments; they simulate while the step is stored and another group's turn comes."""
         start = time.perf_counter()
         seen = self.driver.perceive({name: self.pool.arrays[name][group] for name in self.pool.final}, group)
-        choice, commands = self.driver.decide(seen, self._noise(group))
+        k, generators = self.pool.arrays["slot"].shape[1], [self.noise[env] for env in group]
+        choice, commands = self.driver.decide(seen, action_noise(generators, k, self.driver.max_vehicles))
         for name in ("slot", "accel", "lane", "brake"):
             self.pool.arrays[name][group] = commands[name]
         self.pool.send(group, [self._seed(e, self.begun[e] + 1) for e in group])
@@ -92,13 +100,6 @@ class Collector:
         self._store(group, t, seen, choice)
         self.facts["time_infer"] += acted - start
         self.facts["time_store"] += time.perf_counter() - acted
-
-    def _noise(self, group):
-        """What the group's actions are sampled with (Controller.select): each environment draws from its own stream."""
-        k, n = self.pool.arrays["slot"].shape[1], self.driver.max_vehicles
-        uniform = np.stack([self.noise[e].random(5 * k + n, np.float32) for e in group])
-        normal = np.stack([self.noise[e].standard_normal(k, np.float32) for e in group])
-        return torch.from_numpy(uniform), torch.from_numpy(normal)
 
     def _store(self, group, t, seen, choice):
         """Keep one control step of a group, float16 where it is bulky."""

@@ -30,7 +30,8 @@ def traffic(seed, n=N):
         o["nodes"][:, NODE.index(name)] = values * o["mask"]
     near = {"lead_gap": rng.uniform(0, 80, n), "lead_speed": rng.uniform(0, 40, n), "has_left": rng.random(n) < 0.5,
             "has_right": rng.random(n) < 0.3, "merge_distance": np.minimum(rng.uniform(0, 900, n), 500),
-            "merge_vehicles": rng.integers(0, 6, n)}
+            "merge_vehicles": rng.integers(0, 6, n), "left_gap": rng.uniform(-5, 60, n),
+            "left_rear_gap": rng.uniform(-5, 60, n)}
     for name, values in near.items():
         o["surround"][:, SURROUND.index(name)] = values
     o["globals"][GLOBAL.index("mean_speed")] = o["nodes"][o["mask"], NODE.index("speed")].mean()
@@ -174,7 +175,8 @@ def test_every_environment_has_a_memory_of_its_own():
 
 # ---- advice -----------------------------------------------------------------------------------------------------
 
-def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5):
+def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
+            room=None):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -186,6 +188,8 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
             [j for j, d in front.items() if 0 < d <= 0.14 and column(o, "merge_distance")[j] == 500]))
         moves = (near["has_left"] and column(o, "lane")[i] == 0 and near["merge_distance"] < reach
                  and near["merge_vehicles"] >= vehicles)
+        if room is not None:
+            moves = moves and near["left_gap"] > room and near["left_rear_gap"] > room
         slows = gain > 0 and v > mean + margin and mean < below
         slows = slows and not moves  # who moves over keeps the driver's speed
         wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
@@ -214,6 +218,18 @@ def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
             moved, slowed = moved + moves, slowed + (wanted is not None)
             metered += wanted == -0.31
     assert moved > 4 and (slowed > 0) == (name != "lane_advice") and (metered > 0) == (name == "tuned" and k == N)
+
+
+def test_advice_can_wait_for_a_gap():
+    """Half of the gaps that `traffic` draws are shorter than 20 m: some of the moves are left, none is new."""
+    numbers, fewer = (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1), 0
+    for seed in range(8):
+        o = traffic(seed)
+        some, all_of_them = (set(sent(rule("lane_advice", f"baselines.lane_advice.gap_m={gap}")(o, N, None)))
+                             for gap in (20, 0))
+        assert some == {i for _, i, _, _ in advised(o, *numbers, room=20)} and some <= all_of_them
+        fewer += 0 < len(some) < len(all_of_them)
+    assert fewer > 0
 
 
 def test_mean_speed_ahead_of_nobody_is_not_a_number():

@@ -79,9 +79,11 @@ def test_preprocessing_survives_one_kill_after_the_other(raw):
     assert lives > 1 and hashes(graphs(raw)) == expected
 
 
-@pytest.mark.parametrize("files", [(1, 3, 6)])
+@pytest.mark.parametrize("files", [(1, 2, 4)])
 def test_collection_survives_kills(recorded, tmp_path, files):
-    """Killed in the middle of the first episodes, twice between others; workers and their SUMOs end with it."""
+    """Killed as soon as so many of the 8 files are there; workers and their SUMOs end with it.
+
+    It used to wait a second after the first file and for the sixth one: a fast machine was done by then."""
     folder = tmp_path / "set"
     words = [f"data.folder={folder}", f"data.samples={SAMPLES}", "data.samples_per_chunk=5", "data.processes=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLLECTION_TEST": str(folder)}
@@ -91,8 +93,6 @@ def test_collection_survives_kills(recorded, tmp_path, files):
         end = time.monotonic() + 120
         while len(list(folder.glob("raw/*.json"))) < count and process.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
-        if count == 1:
-            time.sleep(1.0)  # workers have started, their SUMOs too
         process.kill()
         assert process.wait() == -signal.SIGKILL and not (folder / "raw" / "metadata.json").exists()
     assert gone(str(folder).encode())

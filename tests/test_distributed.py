@@ -40,6 +40,7 @@ def config():
     cfg.ddp.timeout_s, cfg.ddp.bucket_cap_mb = 240.0, 0.25  # several buckets
     p = cfg.phase1
     p.lr, p.warmup_steps, p.clip_norm, p.epochs, p.accumulation = 0.5, 0, 1e9, 1, MICRO
+    cfg.phase3.anchor = 0.3
     return cfg
 
 
@@ -166,7 +167,8 @@ def sequence_batch(step, model):
             "surround": rand(4, 3, N, SURROUND_FEATURES) * 50, "globals": rand(4, 3, GLOBAL_FEATURES) * 5,
             "icv": (torch.arange(N) < 6).expand(4, 3, N), "fresh": rand(4, 3, N) < 0.1, "states": rand(4, 3, N, 3, 2),
             "target_valid": valid, "conflicts": (rand(4, 3, N, 3) < 0.3).float(), "speed": rand(4, 3, N) * 20,
-            "before": 0.1 * rand(4, *model.world_model.initial_state(N).shape), **actions(rand, 4, 3)}
+            "before": 0.1 * rand(4, *model.world_model.initial_state(N).shape), "price": rand(4, 3),
+            **actions(rand, 4, 3)}
 
 
 def run_phase2(team):

@@ -117,6 +117,16 @@ def test_selection_by_chance_and_by_the_jam(small, jam):
     assert sorted(slow) == sorted(learned) and (np.diff(ahead) >= 0).all() and ahead[0] < ahead[-1]
 
 
+def test_a_policy_can_sample(small, jam):
+    """Drawn actions follow from the episode's seed, and are others than the likeliest."""
+    small, cfg = copy.deepcopy(small), copy.deepcopy(jam[0])
+    command_all(small)
+    likeliest = told(small, cfg, jam[1], 5, "learned")
+    cfg.evaluate.sample = True
+    drawn, again, other = (told(small, cfg, jam[1], 5, "learned", seed) for seed in (1, 1, 2))
+    assert drawn == again and drawn != other and likeliest not in (drawn, other)
+
+
 def test_sweep_names_its_rows():
     assert sweep(None) == {"": []}
     assert sweep("env.icv_share=0.1,0.5") == {" icv_share=0.1": ["env.icv_share=0.1"],

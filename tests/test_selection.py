@@ -119,6 +119,47 @@ def test_entropy_is_that_of_the_parts(small):
         torch.testing.assert_close(entropy[row], first + each[row][chosen["valid"][row]].mean(), rtol=1e-4, atol=1e-4)
 
 
+def test_expected_effort_is_the_mean_of_what_is_commanded(small):
+    """Within four standard errors of 20,000 draws of the gates and lanes, for the same picks."""
+    model, draws = copy.deepcopy(small), 20000
+    with torch.no_grad():
+        model.controller.log_std.fill_(-6.0)
+        inputs = [x.expand(draws, *x.shape[1:]) for x in candidates(model, [4], 8)]
+        uniform, normal = noise(inputs[0], 8)
+        uniform[:, 5 * model.controller.k:] = 0.5
+        chosen = model.controller.select(*inputs, (uniform, normal))
+        each = chosen["pace"] * acceleration(chosen["u"]).abs() + 5.0 * (chosen["lane"] != KEEP)
+        effort = (each * ~chosen["release"] * chosen["valid"]).sum(1)
+        expected = model.controller.expected_effort(inputs[0][:1], inputs[2][:1], {k: v[:1] for k, v in chosen.items()})
+    assert (chosen["picks"] == chosen["picks"][0]).all() and effort.std() > 0.5
+    model.controller.expected_effort(*inputs[::2], chosen).sum().backward()
+    accel, left, keep, right, release, pace = model.controller.action[-1].bias.grad.tolist()
+    assert accel == 0 and keep and release and pace  # commands are given up, not weakened to "hold your speed"
+    assert abs(effort.mean() - expected[0]) < 4 * effort.std() / math.sqrt(draws)
+
+
+def test_divergence_is_that_of_the_parts(small):
+    """Of the first pick, the gates, and where they are open the lane and the acceleration; 0 from itself."""
+    mine, other, inputs = small.controller, build("small", seed=4).controller, candidates(small, [8, 3, 1, 0])
+    chosen = mine.select(*inputs, noise(inputs[0], 9))
+    close(mine.divergence(mine, *inputs, chosen), torch.zeros(4))
+    picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, mine.features))
+    heads = lambda c: c.heads(picked, inputs[2], lane_choices(picked))  # noqa: E731
+    (mean, lane, gates), (mean0, lane0, gates0) = heads(mine), heads(other)
+    bernoulli, kl = torch.distributions.Bernoulli, torch.distributions.kl_divergence
+    gate = kl(bernoulli(logits=gates0), bernoulli(logits=gates))
+    steer = kl(*(torch.distributions.Categorical(logits=x) for x in (lane0, lane)))
+    speed = kl(*(torch.distributions.Normal(x, other.log_std.exp()) for x in (mean0, mean)))
+    released, pace = gates0.sigmoid().unbind(-1)
+    told = gate[..., 0] + (1 - released) * (steer + gate[..., 1] + pace * speed)
+    result = mine.divergence(other, *inputs, chosen)
+    for row in range(3):
+        first = kl(*(torch.distributions.Categorical(logits=c.scores(*inputs[:2])[row][inputs[1][row]])
+                     for c in (other, mine)))
+        close(result[row], first + told[row][chosen["valid"][row]].sum())
+    assert result[3] == 0 and (result[:3] > 0.01).all()
+
+
 def test_gumbel_top_k_samples_plackett_luce(small):
     """Pearson's statistic over the 20 ordered pairs of 5 candidates, 19 degrees of freedom: 43.8 has p = 0.001."""
     model, draws = copy.deepcopy(small), 20000

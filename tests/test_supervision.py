@@ -191,7 +191,7 @@ def test_a_lost_step_teaches_nothing_and_ends_the_episode_as_expected(cfg):
     batch["reward"][3] = batch["cost"][3] = 0
     batch["next_value"][2, 0], batch["next_cost_value"][2, 0] = batch["value"][3, 0], batch["cost_value"][3, 0]
     team = SimpleNamespace(moments=lambda values: (0.0, 1.0))
-    advantage, returns, cost_returns = advantages(cfg, team, batch, 0.0)
+    advantage, returns, cost_returns, _ = advantages(cfg, team, batch, 0.0)
     assert advantage[3, 0] == 0 and returns[3, 0] == batch["value"][3, 0]
     assert cost_returns[3, 0] == batch["cost_value"][3, 0]
     cut = {name: value[:3, :1].clone() for name, value in batch.items()}  # the episode as a fragment that ends before
