@@ -228,9 +228,9 @@ def make_driver(cfg, model, collector, device, autocast, iteration):
 
 def imitated(cfg, seed):
     """The rule of the warm start for the episode with this seed: (observation, k) -> commands."""
-    variants = cfg.variants()  # each may have numbers of its own for the rule
-    rule = make_baseline(cfg.phase2.imitate, variants[seed % len(variants)])
-    return functools.partial(rule, rng=np.random.default_rng(seed))
+    variants = cfg.variants()  # each may have a rule of its own, or numbers for it
+    variant = variants[seed % len(variants)]
+    return functools.partial(make_baseline(variant.phase2.imitate, variant), rng=np.random.default_rng(seed))
 
 
 def one_learner_per_gpu(cfg):

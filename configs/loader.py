@@ -18,7 +18,7 @@ from configs.schema import Config
 
 FOLDER = Path(__file__).parent
 VARIED = ("corridor.", "ring.", "figure_eight.", "merge.", "bottleneck.", "driver.", "reward.", "baselines.",
-          "env.scenario=", "env.demand_scale=", "env.icv_share=")  # what a suite may change
+          "env.scenario=", "env.demand_scale=", "env.icv_share=", "phase2.imitate=")  # what a suite may change
 
 
 class ConfigError(Exception):

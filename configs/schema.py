@@ -46,7 +46,7 @@ class EnvConfig:
     step_length: float = opt(0.1, "simulation step, s", low=0.01, high=1.0)
     suite: list[str] = opt(["same"], "variants that take turns, an episode's by its seed: each element is one or more "
                                      "section.key=value of a scenario, env.scenario, env.demand_scale, env.icv_share, "
-                                     "driver or reward; same = as configured")
+                                     "driver, reward, baselines, phase2.imitate; same = as configured")
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
     warmup_s: float = opt(0.0, "simulated without control before the first observation, s", low=0)
@@ -209,7 +209,7 @@ class Config:
     figure_eight: FigureEightConfig = sub(FigureEightConfig, "Built-in scenario `figure_eight`")
     merge: MergeConfig = sub(MergeConfig, "Built-in scenario `merge`")
     bottleneck: BottleneckConfig = sub(BottleneckConfig, "Built-in scenario `bottleneck`")
-    driver: DriverConfig = sub(DriverConfig, "Human drivers of corridor and ring")
+    driver: DriverConfig = sub(DriverConfig, "Human drivers of the corridor")
     baselines: BaselinesConfig = sub(BaselinesConfig, "Controllers to compare with (env/baselines.py)")
     graph: GraphConfig = sub(GraphConfig, "Graph of the traffic")
     reward: RewardConfig = sub(RewardConfig, "Reward of one control step (env/score.py)")

@@ -27,13 +27,6 @@ class CorridorConfig:
 
 
 @dataclass
-class RingConfig:
-    """One lane in a circle."""
-    length_m: float = opt(230.0, "circumference, m", low=60)
-    vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
-
-
-@dataclass
 class DriverConfig:
     """SUMO's car-following model of human drivers."""
     model: str = opt("Krauss", "SUMO car-following model")
@@ -52,6 +45,15 @@ class SceneDriverConfig(DriverConfig):
     impatience: float = opt(0.5, "willingness to make others brake at junctions", low=0, high=1)
     awareness: float = opt(1.0, "below 1 the driver misjudges gaps and speeds (SUMO's driver state device)",
                            low=0.1, high=1)
+
+
+@dataclass
+class RingConfig:
+    """One lane in a circle."""
+    length_m: float = opt(230.0, "circumference, m", low=60)
+    vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=1.0, decel=1.5, sigma=0.0, min_gap_m=2.0,
+                                    awareness=0.7)
 
 
 @dataclass

@@ -52,7 +52,7 @@ def ring(cfg, end):
         shape = " ".join(f"{radius * math.cos(a):.3f},{radius * math.sin(a):.3f}" for a in arc)
         edges.append(_edge(f"arc{q}", f"n{q}", f"n{(q + 1) % 4}", 1, SPEED_LIMIT, 1,
                            f' length="{quarter:.3f}" shape="{shape}"'))
-    routes = [_driver(cfg.driver), *_laps([(f"arc{q}", quarter) for q in range(4)], cfg.ring.vehicles)]
+    routes = [*_scene_driver(cfg.ring.driver), *_laps([(f"arc{q}", quarter) for q in range(4)], cfg.ring.vehicles)]
     return {"nodes": nodes, "edges": edges, "routes": routes}
 
 

@@ -9,8 +9,8 @@ import torch
 from test_ppo import ALONE, CPU, E, config, rollout_of
 
 import train_rl
-from configs import Config
-from env.baselines import make_baseline
+from configs import Config, load_config
+from env.baselines import BASELINES, make_baseline
 from env.workers import make_pool
 from models.controller import acceleration, plackett_luce
 from models.imitation import RuleDriver, follow, pre_squash, with_runners_up
@@ -91,6 +91,15 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
             np.testing.assert_array_equal(commands["lane"][row][sent], lane[sent])
             limited = np.clip(accel[sent], -2.875, 1.875)  # the ends of the squashing
             np.testing.assert_allclose(commands["accel"][row][sent], limited, atol=1e-3)
+
+
+def test_each_variant_may_have_its_own_rule():
+    cfg = load_config(overrides=[
+        "phase2.imitate=idm", "env.suite=['env.scenario=ring baselines.idm.headway=3', "
+                              "'env.scenario=merge phase2.imitate=follower_stopper']"])
+    rules = [train_rl.imitated(cfg, seed) for seed in (4, 5)]
+    assert [rule.func for rule in rules] == [BASELINES["idm"], BASELINES["follower_stopper"]]
+    assert rules[0].keywords["headway"] == 3
 
 
 def test_who_is_corrected_drives_itself(scenarios):
