@@ -253,28 +253,28 @@ def phase3(cfg, team, guard):
     team.say(f"phase 3 finished: {folder / 'phase3'}")
 
 
-def advantages(cfg, team, batch, price):
-    """(advantage, return, cost return) [T, E], combined at `price` per C_int, normalised over all ranks; its unit."""
+def advantages(cfg, team, batch, icvs, price):
+    """(advantage, return, cost return, price of effort), each [T, E]. The advantage is that of the reward alone,
+    normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / `icvs` [T, E], is in its unit."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
-    combined, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda, per_step)
-    mean, std = team.moments(combined)
-    return objectives.normalise(combined, mean, std), *returns, std + 1e-8
+    advantage, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda)
+    mean, std = team.moments(advantage)
+    return objectives.normalise(advantage, mean, std), *returns, per_step / (std + 1e-8) / icvs.clamp(min=1)
 
 
 def make_sequences(cfg, team, batch, multiplier):
     """Cut a rollout [T, E, ...] into training sequences [S, L, ...] with targets; and its facts, over all ranks."""
-    p, steps, price = cfg.phase3, len(batch["reward"]), multiplier * cfg.env.control_interval / cfg.env.horizon_s
+    p, steps = cfg.phase3, len(batch["reward"])
     by_env = {name: value.transpose(0, 1) for name, value in batch.items()}  # [E, T, ...]
     # After the last step nobody is present, so nothing beyond it is a target.
     pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731
     speed = by_env["nodes"][..., 2].float()
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
-    # Commands are priced as expected, not as drawn: in advantages, their price drowns in the traffic's noise.
-    advantage, returns, cost_returns, unit = advantages(cfg, team, batch, 0.0)
     icvs = by_env["icv"].sum(-1).float().clamp(min=1)
+    advantage, returns, cost_returns, price = advantages(cfg, team, batch, icvs.T, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
-                  cost_return=cost_returns.T, price=price / unit / icvs, **{"return": returns.T})
+                  cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
              "release", "pace", "log_prob", "advantage", "return", "cost_return", "price", "states", "target_valid",
              "conflicts", "speed")

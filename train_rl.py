@@ -39,7 +39,7 @@ from runtime.training import (Progress, episode_facts, first_weights, mean_logs,
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
-         "cost_return")
+         "cost_return", "price")
 
 
 def phase2(cfg, team, guard):
@@ -159,9 +159,11 @@ def steps_per_env(p, span, team):
 
 
 def add_advantages(cfg, team, rollout):
-    """Advantages and returns [T, E] of a rollout."""
-    values = advantages(cfg, team, rollout, cfg.phase2.cost_weight)
-    rollout.fixed.update({name: value.numpy() for name, value in zip(("advantage", "return", "cost_return"), values)})
+    """Advantages, returns and prices of the effort [T, E] of a rollout."""
+    icvs = torch.from_numpy(rollout.count["candidates"]).float()
+    values = advantages(cfg, team, rollout, icvs, cfg.phase2.cost_weight)
+    names = ("advantage", "return", "cost_return", "price")
+    rollout.fixed.update({name: value.numpy() for name, value in zip(names, values)})
 
 
 def update(cfg, team, span, progress, module, rollout, precision, kept=None):

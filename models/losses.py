@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import objectives
-from models.controller import plackett_luce
+from models.controller import plackett_luce, take_picks
 from models.imitation import with_runners_up
 from models.risk_gnn import INPUTS
 
@@ -108,7 +108,8 @@ class PPOLoss(nn.Module):
         picked = candidates[place.gather(1, chosen["picks"])]
         evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
         if not imitate:
-            return ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
+            loss, log = ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
+            return loss + price_of(self.controller, picked, scene, chosen, batch["price"], count), log
         # The log-likelihood takes the surrogate's place: all of the rule's picks, of the others the release.
         batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.zeros_like(batch["advantage"]),
                  "pick_valid": chosen["valid"]}
@@ -134,6 +135,12 @@ def ppo_terms(controller, evaluated, scene, batch, ppo, count):
     loss = policy + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
     return loss, {"loss_policy": policy.detach(), "loss_value": value.detach(), "loss_cost_value": cost_value.detach(),
                   "entropy": bonus.detach(), "kl": kl, "clip_share": clipped, "picks": picks}
+
+
+def price_of(controller, picked, scene, chosen, price, count):
+    """What the commands are expected to cost, at `price` [B] in units of the advantage per m/s^2. Not as they were
+    drawn: in advantages, their price drowns in the traffic's noise."""
+    return (controller.expected_effort(picked, scene, chosen) * price).sum() / count
 
 
 class ConstrainedLoss(nn.Module):
@@ -167,8 +174,8 @@ class ConstrainedLoss(nn.Module):
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
         evaluated = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], stored_choice(flat))
         loss, log = ppo_terms(model.controller, evaluated, seen["scene"], flat, self.ppo, count)
-        effort = model.controller.expected_effort(seen["candidates"], seen["scene"], stored_choice(flat))
-        loss = loss + (effort * flat["price"]).sum() / count
+        picked = take_picks(seen["candidates"], flat["picks"])
+        loss = loss + price_of(model.controller, picked, seen["scene"], stored_choice(flat), flat["price"], count)
         if self.reference is not None:
             far = model.controller.divergence(self.reference, seen["candidates"], seen["valid"], seen["scene"],
                                               stored_choice(flat)).sum() / count

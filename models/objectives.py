@@ -38,27 +38,18 @@ def normalise(advantage, mean, std):
     return (advantage - mean) / (std + 1e-8)
 
 
-def combined_advantage(reward_advantage, cost_advantage, price):
-    """Advantage of the Lagrangian: A - price * A_cost, to be normalised afterwards.
-
-    The price of one unit of cost in one control step is multiplier / control steps per episode, because C_int is the
-    episode's mean cost while the rewards of an episode are summed.
-    """
-    return reward_advantage - price * cost_advantage
-
-
-def rollout_advantages(rollout, gamma, lam, price):
-    """GAE of reward and cost of a rollout ({name: tensor [T, E]}): (advantage at `price`, return, cost return).
+def rollout_advantages(rollout, gamma, lam):
+    """GAE of reward and cost of a rollout ({name: tensor [T, E]}): (advantage, return, cost return).
 
     A lost step ends its episode as expected: what came before it is worth what the values say, and itself teaches
     nothing.
     """
     lost = rollout["lost"]
-    (reward, returns), (cost, cost_returns) = (
+    (advantage, returns), (_, cost_returns) = (
         gae(torch.where(lost, rollout[value], rollout[name]), rollout[value], rollout[f"next_{value}"],
             rollout["terminated"] | lost, rollout["ended"], gamma, lam)
         for name, value in (("reward", "value"), ("cost", "cost_value")))
-    return combined_advantage(reward, cost, price), returns, cost_returns
+    return advantage, returns, cost_returns
 
 
 def dual_ascent(multiplier, cost, limit, rate, maximum):

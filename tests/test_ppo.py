@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_rl
 from configs import Config
 from models import objectives
+from models.controller import take_picks
 from models.losses import PPOLoss
 from runtime import checkpoint
 from runtime.distributed import Team
@@ -49,7 +50,7 @@ def rollout_of(controller, folder=None, spill_mb=0, seed=0):
             "scene": number(controller.scene_features).astype(np.float16), "picks": picks, "pick_valid": valid,
             "u": number(K), "lane": np.ones((E, K), int), "release": number(K) > 0, "pace": number(K) > 0,
             "log_prob": number(K) - 3,
-            **{name: number() for name in ("advantage", "return", "cost_return", "reward", "cost")}})
+            **{name: number() for name in ("advantage", "return", "cost_return", "reward", "cost", "price")}})
     return rollout
 
 
@@ -87,6 +88,8 @@ def padded_loss(controller, rollout, steps, ppo, count):
     scene = flat["scene"].float()
     log_prob, entropy = controller.evaluate(flat["candidates"].float(), valid, scene, chosen)
     policy, *_ = objectives.ppo_loss(log_prob, flat["log_prob"], flat["advantage"], chosen["valid"], ppo.clip, count)
+    picked = take_picks(flat["candidates"].float(), chosen["picks"])
+    policy = policy + (controller.expected_effort(picked, scene, chosen) * flat["price"]).sum() / count
     return (policy + ppo.value_weight * controller.value.loss(scene, flat["return"], count)
             + ppo.cost_value_weight * controller.cost_value.loss(scene, flat["cost_return"], count)
             - ppo.entropy_weight * entropy.sum() / count)

@@ -11,7 +11,8 @@ from scenes import build, close, noise, scene
 
 from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
-                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
+                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce,
+                               take_picks)
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS
@@ -130,9 +131,10 @@ def test_expected_effort_is_the_mean_of_what_is_commanded(small):
         chosen = model.controller.select(*inputs, (uniform, normal))
         each = chosen["pace"] * acceleration(chosen["u"]).abs() + 5.0 * (chosen["lane"] != KEEP)
         effort = (each * ~chosen["release"] * chosen["valid"]).sum(1)
-        expected = model.controller.expected_effort(inputs[0][:1], inputs[2][:1], {k: v[:1] for k, v in chosen.items()})
+        picked = take_picks(inputs[0], chosen["picks"])
+        expected = model.controller.expected_effort(picked[:1], inputs[2][:1], {k: v[:1] for k, v in chosen.items()})
     assert (chosen["picks"] == chosen["picks"][0]).all() and effort.std() > 0.5
-    model.controller.expected_effort(*inputs[::2], chosen).sum().backward()
+    model.controller.expected_effort(picked, inputs[2], chosen).sum().backward()
     accel, left, keep, right, release, pace = model.controller.action[-1].bias.grad.tolist()
     assert accel == 0 and keep and release and pace  # commands are given up, not weakened to "hold your speed"
     assert abs(effort.mean() - expected[0]) < 4 * effort.std() / math.sqrt(draws)
