@@ -197,7 +197,8 @@ def test_a_lost_step_teaches_nothing_and_ends_the_episode_as_expected(cfg):
     assert cost_returns[3, 0] == batch["cost_value"][3, 0]
     cut = {name: value[:3, :1].clone() for name, value in batch.items()}  # the episode as a fragment that ends before
     cut["ended"][2] = True
-    torch.testing.assert_close(advantage[:3, :1], advantages(cfg, team, cut, icvs[:3, :1], 0.0)[0], atol=1e-6, rtol=1e-5)
+    before = advantages(cfg, team, cut, icvs[:3, :1], 0.0)[0]
+    torch.testing.assert_close(advantage[:3, :1], before, atol=1e-6, rtol=1e-5)
     p = cfg.phase2
     whole, _ = objectives.gae(batch["reward"], batch["value"], batch["next_value"], batch["terminated"],
                               batch["ended"], p.gamma, p.gae_lambda)
