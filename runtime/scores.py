@@ -4,8 +4,8 @@ import math
 import numpy as np
 
 NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
-SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int", "collisions",
-         "teleports", "shield_clips", "shield_emergencies")
+SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int",
+         "collisions", "teleports", "shield_clips", "shield_emergencies")
 
 
 def summarise(rows):
