@@ -109,6 +109,7 @@ def run_step(step, command, threads, stop):
         marker, killed = Path(place) / "exit-code", oom_kills()
         environment["EXIT_CODE_FILE"] = str(marker)
         environment.setdefault("MEMORY_ROOT", str(os.getpid()))
+        environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin make a busy machine much slower
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
         stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
         code = stop.child.wait()
