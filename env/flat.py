@@ -2,8 +2,8 @@
 
 The same TrafficEnv does the same work in every step; only its two ends differ. Observation: the chosen arrays of the
 graph for all slots, and the global metrics, as one vector. Action, for each of the K commands: which of the ICVs
-present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what phase 2 maximises,
-reward - cost_weight * cost. No shield stands in between: see models/safety_shield.py.
+present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what phase 2 maximises; over
+an episode its sum is the return - cost_weight * C_int (mean cost of a step). No shield stands in between: see models/safety_shield.py.
 """
 import gymnasium
 import numpy as np
@@ -38,6 +38,7 @@ class FlatTraffic(gymnasium.Env):
     def __init__(self, cfg=None, folder=None, arrays=VEHICLES):
         self.env = make_env(cfg, folder)
         self.cfg, self.arrays = cfg, layout(cfg, arrays)
+        self.price = cfg.phase2.cost_weight * cfg.env.control_interval / cfg.env.horizon_s
         width = sum(int(np.prod(shape)) for shape in self.arrays.values())
         self.observation_space = spaces.Box(-10.0, 10.0, (width,), np.float32)
         self.action_space = spaces.MultiDiscrete([ICVS + 1, 3, len(LEVELS)] * cfg.env.max_commands)
@@ -56,8 +57,7 @@ class FlatTraffic(gymnasium.Env):
         slots[:len(icvs)] = icvs
         observation, reward, terminated, truncated, info = self.env.command(
             slots[pick], LEVELS[level], lane, np.zeros(len(pick)))
-        objective = reward - self.cfg.phase2.cost_weight * info["cost"]
-        return self._flat(observation), float(objective), terminated, truncated, info
+        return self._flat(observation), float(reward - self.price * info["cost"]), terminated, truncated, info
 
     def close(self):
         """End SUMO."""

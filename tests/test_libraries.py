@@ -54,6 +54,20 @@ def test_vector_environments_step_alike_in_one_process_and_in_several(name, scen
     assert np.array_equal(*seen) and len(set(seen[0][:, 0])) > 10
 
 
+def test_flat_rewards_add_up_to_what_phase_2_maximises(scenarios):
+    """The price of a whole episode's C_int was taken in every step."""
+    env = gymnasium.make(IDS[1], cfg=settings("phase2.cost_weight=40"), folder=scenarios)
+    env.reset(seed=1)
+    env.action_space.seed(2)
+    total, costs, truncated = 0.0, [], False
+    while not truncated:
+        _, reward, _, truncated, info = env.step(env.action_space.sample())
+        total, costs = total + reward, [*costs, info["cost"]]
+    env.close()
+    assert np.mean(costs) > 0.01
+    assert total == pytest.approx(info["summary"]["return"] - 40 * np.mean(costs))
+
+
 def test_without_a_configuration_the_message_shows_how_to_give_one():
     with pytest.raises(TypeError, match=r"cfg=None.*gymnasium.make\(.*cfg=configs.load_config"):
         gymnasium.make(IDS[0])
