@@ -3,7 +3,8 @@
 The same TrafficEnv does the same work in every step; only its two ends differ. Observation: the chosen arrays of the
 graph for all slots, and the global metrics, as one vector. Action, for each of the K commands: which of the ICVs
 present (beyond their number: none), lane, and acceleration in steps of 0.5 m/s^2. Reward: what phase 2 maximises; over
-an episode its sum is the return - cost_weight * C_int (mean cost of a step). No shield stands in between: see models/safety_shield.py.
+an episode its sum is the return - cost_weight * C_int (mean cost of a step). No shield stands in between: see
+models/safety_shield.py.
 """
 import gymnasium
 import numpy as np
