@@ -139,7 +139,8 @@ def actions(rand, *shape):
     return {"picks": picks, "pick_valid": torch.arange(5) < (rand(*shape, 1) * 6).long(), "u": rand(*shape, 5) - 0.5,
             "lane": torch.ones_like(picks), "release": rand(*shape, 5) < 0.3, "pace": rand(*shape, 5) < 0.6,
             "log_prob": -2 - 2 * rand(*shape, 5),
-            "advantage": 2 * rand(*shape) - 1, "return": rand(*shape) * 2, "cost_return": rand(*shape)}
+            "advantage": 2 * rand(*shape) - 1, "return": rand(*shape) * 2, "cost_return": rand(*shape),
+            "price": rand(*shape)}
 
 
 def ppo_batch(step, controller):
@@ -167,8 +168,7 @@ def sequence_batch(step, model):
             "surround": rand(4, 3, N, SURROUND_FEATURES) * 50, "globals": rand(4, 3, GLOBAL_FEATURES) * 5,
             "icv": (torch.arange(N) < 6).expand(4, 3, N), "fresh": rand(4, 3, N) < 0.1, "states": rand(4, 3, N, 3, 2),
             "target_valid": valid, "conflicts": (rand(4, 3, N, 3) < 0.3).float(), "speed": rand(4, 3, N) * 20,
-            "before": 0.1 * rand(4, *model.world_model.initial_state(N).shape), "price": rand(4, 3),
-            **actions(rand, 4, 3)}
+            "before": 0.1 * rand(4, *model.world_model.initial_state(N).shape), **actions(rand, 4, 3)}
 
 
 def run_phase2(team):
