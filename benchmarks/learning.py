@@ -41,8 +41,8 @@ def compare(rows, key="return"):
     return float(np.mean(values[:tenth])), float(np.mean(values[-tenth:]))
 
 
-def draw(curves, path):
-    """One line per seed and their mean; needs matplotlib."""
+def draw(curves, minutes, path):
+    """One line per seed, named with its wall-clock time, and their mean; needs matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -51,7 +51,7 @@ def draw(curves, path):
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for seed, values in curves.items():
-        axes.plot(range(1, len(values) + 1), values, alpha=0.4, label=f"seed {seed}")
+        axes.plot(range(1, len(values) + 1), values, alpha=0.4, label=f"seed {seed}, {minutes[seed]:.0f} min")
     shortest = min(map(len, curves.values()))
     axes.plot(range(1, shortest + 1), np.mean([v[:shortest] for v in curves.values()], 0), "k", label="mean")
     axes.set(xlabel="iteration", ylabel="mean return of the iteration's episodes")
@@ -65,10 +65,11 @@ def main():
         parser.add_argument("--seeds", default="1-5")
         parser.add_argument("--json", default="learning.json", help="where the result goes")
     options = parse(__doc__, add=add)
-    seeds, curves, table = parse_seeds(options.seeds), {}, []
+    seeds, curves, minutes, table = parse_seeds(options.seeds), {}, {}, []
     for seed in seeds:
         rows = train(options.config, options, seed)
         curves[seed] = [row["return"] for row in rows if row.get("return") is not None]
+        minutes[seed] = sum(row["time_collect"] + row["time_learn"] for row in rows) / 60
         first, last = compare(rows)
         table.append({"seed": seed, "first_tenth": first, "last_tenth": last, "gain": last - first})
     gain = mean_ci([row["gain"] for row in table])
@@ -77,8 +78,9 @@ def main():
         print(f"{row['seed']:6d}{row['first_tenth']:14.3f}{row['last_tenth']:14.3f}{row['gain']:10.3f}")
     spread = gain["ci95"] or float("nan")
     print(f"gain of the mean return: {gain['mean']:.3f} +- {spread:.3f} (95 % interval, {len(seeds)} seeds)")
-    Path(options.json).write_text(json.dumps({"table": table, "gain": gain, "curves": curves}, indent=1))
-    draw(curves, Path(options.json).with_suffix(".png"))
+    result = {"table": table, "gain": gain, "curves": curves, "minutes": minutes}
+    Path(options.json).write_text(json.dumps(result, indent=1))
+    draw(curves, minutes, Path(options.json).with_suffix(".png"))
     return 0
 
 
