@@ -209,7 +209,9 @@ def configuration(options, changes, state, folder):
 
 
 def settings(options):
-    """({name of a sweep's value: configuration}, controllers, seeds, models {"policy": ...}) of the command line."""
+    """({name of a sweep's value: configuration}, controllers, seeds, models {"policy": ...}) of the command line. torch
+    gets one thread: more would wait for processors on which SUMO simulates."""
+    torch.set_num_threads(1)
     state = folder = None
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)
@@ -236,7 +238,6 @@ def main():
     options = parse(__doc__, add=add_options, load=False)
     check_output(options)
     configs, controllers, seeds, models = settings(options)
-    torch.set_num_threads(1)
     rows, log = [], []
     for name, cfg in configs.items():
         folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
