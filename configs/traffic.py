@@ -47,13 +47,15 @@ class SceneDriverConfig(DriverConfig):
                            low=0.1, high=1)
 
 
+RESTLESS = {"model": "IDM", "accel": 1.0, "decel": 1.5, "sigma": 0.0, "min_gap_m": 2.0}  # with them, waves form
+
+
 @dataclass
 class RingConfig:
     """One lane in a circle."""
     length_m: float = opt(230.0, "circumference, m", low=60)
     vehicles: int = opt(22, "vehicles on the ring, evenly spaced at the start", low=2, high=200)
-    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=1.0, decel=1.5, sigma=0.0, min_gap_m=2.0,
-                                    awareness=0.7)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, awareness=0.7, **RESTLESS)
 
 
 @dataclass
@@ -61,8 +63,7 @@ class FigureEightConfig:
     """Two arcs that cross."""
     radius_m: float = opt(30.0, "radius of the two arcs and length of the four legs, m", low=15)
     vehicles: int = opt(14, "vehicles on the loop, evenly spaced at the start", low=2, high=200)
-    driver: SceneDriverConfig = sub(SceneDriverConfig, model="IDM", accel=1.0, decel=1.5, sigma=0.0, min_gap_m=2.0,
-                                    awareness=0.5)
+    driver: SceneDriverConfig = sub(SceneDriverConfig, awareness=0.5, **RESTLESS)
 
 
 @dataclass

@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_MB = 8
 
 
-@pytest.mark.parametrize("name, scenario, metric, most", [("suite", "corridor", "loaded", 1.0),
-                                                          ("scenes", "ring", "sigma_v", 0.8)])
-def test_policy_is_scored_by_one_command(name, scenario, metric, most, tmp_path):
+@pytest.mark.parametrize("name, scenario, helps", [
+    ("suite", "corridor", lambda policy, none: policy["arrived"] > 0.97 * none["arrived"]),
+    ("scenes", "ring", lambda policy, none: policy["sigma_v"] < 0.8 * none["sigma_v"])])
+def test_policy_is_scored_by_one_command(name, scenario, helps, tmp_path):
     """Five minutes of one seed. What it is worth is in the README, from many more."""
     command = [sys.executable, str(ROOT / "evaluate.py"), "--config", str(ROOT / "configs" / f"{name}.yaml"),
                "--checkpoint", str(ROOT / "policies" / name), "--controllers", "none,policy", "--seeds", "1", "--out",
@@ -22,7 +23,7 @@ def test_policy_is_scored_by_one_command(name, scenario, metric, most, tmp_path)
     none, policy = (next(row for row in json.loads((tmp_path / "scores.json").read_text())["episodes"]
                          if row["controller"] == name) for name in ("none", "policy"))
     assert policy["controlled_vehicle_steps"] > 20 and policy["collisions"] == 0
-    assert policy["arrived"] >= 0.97 * none["arrived"] and policy[metric] <= most * none[metric]
+    assert helps(policy, none)
 
 
 @pytest.mark.parametrize("name", ["suite", "scenes"])
