@@ -134,7 +134,7 @@ class Controller(nn.Module):
         top, picks = noisy.topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
         pad, there = (0, self.k - k), torch.isfinite(top)
         chosen = {"picks": F.pad(picks * there, pad), "valid": F.pad(there, pad)}
-        picked = take_picks(candidates, chosen["picks"])
+        picked = _take(candidates, chosen["picks"])
         mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
         if noise is None:
             chosen.update(u=mean, lane=lane_logp.argmax(-1))
@@ -148,31 +148,20 @@ class Controller(nn.Module):
         return chosen
 
     def evaluate(self, candidates, valid, scene, chosen):
-        """(log-probability of each pick [B, K], entropy [B]) of a stored choice under the present parameters."""
-        return self.evaluate_picked(self.scores(candidates, valid), take_picks(candidates, chosen["picks"]), scene,
-                                    chosen)
+        """(log-probability of each pick [B, K], entropy [B], expected effort [B]) of a stored choice under the present
+        parameters."""
+        return self.evaluate_picked(self.scores(candidates, valid), _take(candidates, chosen["picks"]), scene, chosen)
 
     def evaluate_picked(self, scores, picked, scene, chosen):
         """The same from the scores [B, C] and the picked candidates [B, K, F]."""
         mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
         log_prob = self._log_prob(scores, chosen, mean, lane_logp, gates)
-        return log_prob, self._entropy(scores, chosen["valid"], lane_logp, gates)
-
-    def expected_effort(self, picked, scene, chosen):
-        """Mean of |acceleration| + LANE_CHANGE per lane change over what the picked candidates [B, K, F] could be told,
-        [B], m/s^2, with the accelerations in the centre of their distribution: a cost without noise (Ciosek and
-        Whiteson 2018).
-
-        Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
-        too, down to holding the speed, which costs nothing and is in everybody's way."""
-        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
-        released, pace = gates.sigmoid().unbind(-1)
-        each = pace * acceleration(mean).abs().detach() + LANE_CHANGE * (1 - lane_logp[..., KEEP].exp())
-        return torch.where(chosen["valid"], (1 - released) * each, 0.0).sum(-1)
+        entropy = self._entropy(scores, chosen["valid"], lane_logp, gates)
+        return log_prob, entropy, self._effort(chosen["valid"], mean, lane_logp, gates)
 
     def divergence(self, reference, candidates, valid, scene, chosen):
         """KL(reference || self) of the first pick and of what the picks are told, [B]; no gradient in `reference`."""
-        picked = take_picks(candidates, chosen["picks"])
+        picked = _take(candidates, chosen["picks"])
         lanes, scores = lane_choices(picked), self.scores(candidates, valid)
         mean, lane, gates = self.heads(picked, scene, lanes)
         with torch.no_grad():
@@ -194,6 +183,16 @@ class Controller(nn.Module):
         keep = F.logsigmoid(-release) + lane_logp.gather(-1, chosen["lane"][..., None])[..., 0] + speed
         action = torch.where(chosen["release"], F.logsigmoid(release), keep)
         return torch.where(chosen["valid"], plackett_luce(scores, chosen["picks"], chosen["valid"]) + action, 0.0)
+
+    def _effort(self, valid, mean, lane_logp, gates):
+        """Mean of |acceleration| + LANE_CHANGE per lane change over what the picks could be told, [B], m/s^2, with the
+        accelerations in the centre of their distribution: a cost without noise (Ciosek and Whiteson 2018).
+
+        Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
+        too, down to holding the speed, which costs nothing and is in everybody's way."""
+        released, pace = gates.sigmoid().unbind(-1)
+        each = pace * acceleration(mean).abs().detach() + LANE_CHANGE * (1 - lane_logp[..., KEEP].exp())
+        return torch.where(valid, (1 - released) * each, 0.0).sum(-1)
 
     def _entropy(self, scores, valid, lane_logp, gates):
         """Entropy of the first pick plus the mean entropy of the picks' actions, [B]."""
@@ -234,8 +233,7 @@ def lane_choices(candidates):
     return torch.stack([left, torch.ones_like(left), right], -1)
 
 
-def take_picks(candidates, picks):
-    """The picked of the candidates: [B, C, F], [B, K] -> [B, K, F]."""
+def _take(candidates, picks):
     return candidates.gather(1, picks[..., None].expand(-1, -1, candidates.shape[-1]))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from models import objectives
-from models.controller import plackett_luce, take_picks
+from models.controller import plackett_luce
 from models.imitation import with_runners_up
 from models.risk_gnn import INPUTS
 
@@ -108,11 +108,10 @@ class PPOLoss(nn.Module):
         picked = candidates[place.gather(1, chosen["picks"])]
         evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
         if not imitate:
-            loss, log = ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
-            return loss + price_of(self.controller, picked, scene, chosen, batch["price"], count), log
+            return ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
         # The log-likelihood takes the surrogate's place: all of the rule's picks, of the others the release.
         batch = {**batch, "log_prob": evaluated[0].detach(), "advantage": torch.zeros_like(batch["advantage"]),
-                 "pick_valid": chosen["valid"]}
+                 "price": torch.zeros_like(batch["price"]), "pick_valid": chosen["valid"]}
         loss, log = ppo_terms(self.controller, evaluated, scene, batch, self.ppo, count)
         order = plackett_luce(scores, chosen["picks"], chosen["valid"]).masked_fill(~chosen["release"], 0.0)
         likelihood = (evaluated[0] - order).sum() / count
@@ -126,21 +125,17 @@ def stored_choice(batch):
 
 def ppo_terms(controller, evaluated, scene, batch, ppo, count):
     """PPO's loss from what Controller.evaluate returned and scene features; shared by phases 2 and 3."""
-    log_prob, entropy = evaluated
+    log_prob, entropy, effort = evaluated
     policy, kl, clipped, picks = objectives.ppo_loss(log_prob, batch["log_prob"], batch["advantage"],
                                                      batch["pick_valid"], ppo.clip, count)
     value = controller.value.loss(scene, batch["return"], count)
     cost_value = controller.cost_value.loss(scene, batch["cost_return"], count)
     bonus = entropy.sum() / count
-    loss = policy + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
+    # Commands are priced as expected, not as drawn: in advantages, their price drowns in the traffic's noise.
+    priced = (effort * batch["price"]).sum() / count
+    loss = policy + priced + ppo.value_weight * value + ppo.cost_value_weight * cost_value - ppo.entropy_weight * bonus
     return loss, {"loss_policy": policy.detach(), "loss_value": value.detach(), "loss_cost_value": cost_value.detach(),
                   "entropy": bonus.detach(), "kl": kl, "clip_share": clipped, "picks": picks}
-
-
-def price_of(controller, picked, scene, chosen, price, count):
-    """What the commands are expected to cost, at `price` [B] in units of the advantage per m/s^2. Not as they were
-    drawn: in advantages, their price drowns in the traffic's noise."""
-    return (controller.expected_effort(picked, scene, chosen) * price).sum() / count
 
 
 class ConstrainedLoss(nn.Module):
@@ -174,8 +169,6 @@ class ConstrainedLoss(nn.Module):
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
         evaluated = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], stored_choice(flat))
         loss, log = ppo_terms(model.controller, evaluated, seen["scene"], flat, self.ppo, count)
-        picked = take_picks(seen["candidates"], flat["picks"])
-        loss = loss + price_of(model.controller, picked, seen["scene"], stored_choice(flat), flat["price"], count)
         if self.reference is not None:
             far = model.controller.divergence(self.reference, seen["candidates"], seen["valid"], seen["scene"],
                                               stored_choice(flat)).sum() / count

@@ -87,7 +87,7 @@ def test_isolated_vehicles_and_empty_scenes_give_no_nan(small, case, gather_abov
     seen = model.features(embedding, memory, obs["nodes"], obs["surround"], obs["globals"], obs["mask"], obs["icv"])
     inputs = seen["candidates"], seen["valid"], seen["scene"]
     chosen = model.controller.select(*inputs, noise(inputs[0], 0))
-    log_prob, entropy = model.controller.evaluate(*inputs, chosen)
+    log_prob, entropy, _ = model.controller.evaluate(*inputs, chosen)
     values = torch.stack(model.controller.values(seen["scene"]))
     outputs = [embedding, memory, log_prob, entropy, values, seen["risk_logit"]]
     sum(x.sum() for x in outputs).backward()

@@ -41,7 +41,7 @@ def run(model, frames, wanted, lane, u):
     assert (seen["slots"].gather(1, picks) == wanted).all()
     chosen = {"picks": picks, "valid": torch.ones_like(picks, dtype=torch.bool), "u": u, "lane": lane,
               "release": u > 0.8, "pace": u < 0.4}
-    log_prob, entropy = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], chosen)
+    log_prob, entropy, _ = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], chosen)
     value, cost_value = model.controller.values(seen["scene"])
     world = model.world_model
     by_slot = {"embedding": embedding, "memory": memory, "states": world.predict_states(flow, speed),

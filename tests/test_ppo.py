@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_rl
 from configs import Config
 from models import objectives
-from models.controller import take_picks
 from models.losses import PPOLoss
 from runtime import checkpoint
 from runtime.distributed import Team
@@ -86,10 +85,9 @@ def padded_loss(controller, rollout, steps, ppo, count):
     valid = torch.arange(9) < torch.from_numpy(rollout.count["candidates"].ravel()[steps])[:, None]
     chosen = {"valid": flat["pick_valid"], **{name: flat[name] for name in ("picks", "u", "lane", "release", "pace")}}
     scene = flat["scene"].float()
-    log_prob, entropy = controller.evaluate(flat["candidates"].float(), valid, scene, chosen)
+    log_prob, entropy, effort = controller.evaluate(flat["candidates"].float(), valid, scene, chosen)
     policy, *_ = objectives.ppo_loss(log_prob, flat["log_prob"], flat["advantage"], chosen["valid"], ppo.clip, count)
-    picked = take_picks(flat["candidates"].float(), chosen["picks"])
-    policy = policy + (controller.expected_effort(picked, scene, chosen) * flat["price"]).sum() / count
+    policy = policy + (effort * flat["price"]).sum() / count
     return (policy + ppo.value_weight * controller.value.loss(scene, flat["return"], count)
             + ppo.cost_value_weight * controller.cost_value.loss(scene, flat["cost_return"], count)
             - ppo.entropy_weight * entropy.sum() / count)

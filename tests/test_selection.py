@@ -11,8 +11,7 @@ from scenes import build, close, noise, scene
 
 from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
-                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce,
-                               take_picks)
+                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS
@@ -74,7 +73,7 @@ def test_evaluate_repeats_the_log_probability_of_select(small, width, determinis
     assert chosen["picks"].shape == (len(inputs[0]), 5)
     assert chosen["valid"].sum(1).tolist() == [min(5, n) for n in inputs[1].sum(1).tolist()]
     assert (chosen["picks"][~chosen["valid"]] == 0).all()  # what is stored is an index of some candidate in any case
-    log_prob, entropy = small.controller.evaluate(*inputs, chosen)
+    log_prob, entropy, _ = small.controller.evaluate(*inputs, chosen)
     close(log_prob, chosen["log_prob"])
     assert (log_prob[~chosen["valid"]] == 0).all() and (log_prob[chosen["valid"]] != 0).all()
     assert entropy[0] == 0 and torch.isfinite(entropy).all()
@@ -108,7 +107,7 @@ def test_log_probability_is_that_of_the_parts(small):
 def test_entropy_is_that_of_the_parts(small):
     c, inputs = small.controller, candidates(small, [8, 3, 1])
     chosen = c.select(*inputs, noise(inputs[0], 6))
-    _, entropy = c.evaluate(*inputs, chosen)
+    _, entropy, _ = c.evaluate(*inputs, chosen)
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
     mean, lane, gates = c.heads(picked, inputs[2], lane_choices(picked))
     gate, pace = (torch.distributions.Bernoulli(logits=logit) for logit in gates.unbind(-1))
@@ -131,10 +130,9 @@ def test_expected_effort_is_the_mean_of_what_is_commanded(small):
         chosen = model.controller.select(*inputs, (uniform, normal))
         each = chosen["pace"] * acceleration(chosen["u"]).abs() + 5.0 * (chosen["lane"] != KEEP)
         effort = (each * ~chosen["release"] * chosen["valid"]).sum(1)
-        picked = take_picks(inputs[0], chosen["picks"])
-        expected = model.controller.expected_effort(picked[:1], inputs[2][:1], {k: v[:1] for k, v in chosen.items()})
+        *_, expected = model.controller.evaluate(*(x[:1] for x in inputs), {k: v[:1] for k, v in chosen.items()})
     assert (chosen["picks"] == chosen["picks"][0]).all() and effort.std() > 0.5
-    model.controller.expected_effort(picked, inputs[2], chosen).sum().backward()
+    model.controller.evaluate(*inputs, chosen)[2].sum().backward()
     accel, left, keep, right, release, pace = model.controller.action[-1].bias.grad.tolist()
     assert accel == 0 and keep and release and pace  # commands are given up, not weakened to "hold your speed"
     assert abs(effort.mean() - expected[0]) < 4 * effort.std() / math.sqrt(draws)
@@ -308,7 +306,7 @@ def test_decisions_are_taken_on_what_is_stored(models):
     choice, _ = driver.decide(seen, noise(seen["candidates"], 1))
     stored = [seen[name].half().float() for name in ("candidates", "scene")]
     with torch.no_grad():
-        log_prob, _ = models["small"].controller.evaluate(stored[0], seen["valid"], stored[1], choice)
+        log_prob, *_ = models["small"].controller.evaluate(stored[0], seen["valid"], stored[1], choice)
         value, cost_value = models["small"].controller.values(stored[1])
     for stored_now, decided in ((log_prob, "log_prob"), (value, "value"), (cost_value, "cost_value")):
         torch.testing.assert_close(stored_now, choice[decided], rtol=0, atol=1e-6)
