@@ -37,16 +37,19 @@ from runtime.training import schema
 from train_ddp import USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
+COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
+                 "shield.", "baselines.")  # settings without which traffic without control is the same
 
 
-def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress):
-    """(rows, shield log) of all (controller, seed) pairs; "none" is always run, as the pair of every other row. A
-    controller is a policy of `models`, {name: TrafficModel}, or a baseline."""
+def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):
+    """(rows, shield log) of all (controller, seed) pairs; "none" is always among them, as the pair of every other row.
+    A controller is a policy of `models`, {name: TrafficModel}, or a baseline. `known` rows are not simulated again."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
+    there = {(row["controller"], row["seed"]) for row in known}
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
         drivers = {name: make_controller(cfg, name, models, pool.num_envs) for name, _ in jobs}
-        rows, log = run_jobs(pool, drivers, jobs, cfg.rollout.restarts, say)
-    return score(rows, jobs), log
+        rows, log = run_jobs(pool, drivers, [job for job in jobs if job not in there], cfg.rollout.restarts, say)
+    return score([*known, *rows], jobs), log
 
 
 def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
@@ -100,11 +103,12 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
-def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress):
+def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):
     """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
     rows, log = [], []
     for text, variant in zip(cfg.env.suite, cfg.variants()):
-        mine, lines = evaluate(variant, controllers, seeds, models, folder, say)
+        mine, lines = evaluate(variant, controllers, seeds, models, folder, say,
+                               [row for row in known if row.get("variant", text) == text])
         if len(cfg.env.suite) == 1:
             return mine, lines
         console.say("\n".join(["", text, table(summarise(mine)), *differences(mine), ""]))
@@ -238,13 +242,15 @@ def main():
     options = parse(__doc__, add=add_options, load=False)
     check_output(options)
     configs, controllers, seeds, models = settings(options)
-    rows, log = [], []
+    rows, log, known = [], [], []
     for name, cfg in configs.items():
         folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
         check_scenario(cfg, folder)
         if options.animate or options.gui:
             return show(cfg, controllers[-1], seeds[0], models, folder, options)
-        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder)
+        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known)
+        if options.sweep and options.sweep.startswith(COMMANDS_ONLY):
+            known = [row for row in mine if row["controller"] == "none"]
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         log += [(line[0] + name, *line[1:]) for line in lines]
     suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""

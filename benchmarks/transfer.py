@@ -56,19 +56,20 @@ def networks(folder, end):
     both = {"left0": 700.0, "right0": 700.0}
     return [scenario(folder, "lights", end, arms, dict.fromkeys(sides, 450.0)),
             scenario(folder, "main_road", end, road, {**dict.fromkeys(road, 120.0), **both}),
-            scenario(folder, "roundabout", end, ends, dict.fromkeys(ends, 380.0))]
+            scenario(folder, "roundabout", end, ends, dict.fromkeys(ends, 550.0))]
 
 
 def roundabout():
-    """(nodes, edges, {arm: its node on the ring}) of a roundabout of 25 m with four arms of 200 m."""
+    """(nodes, edges, {arm: its node on the ring}) of a roundabout of 25 m with four arms of 200 m; the ring has right of
+    way."""
     places = {"e": (1, 0), "n": (0, 1), "w": (-1, 0), "s": (0, -1)}
     nodes = [f'<node id="{name}{part}" x="{x * far}" y="{y * far}"/>'
              for name, (x, y) in places.items() for part, far in (("", 225), ("r", 25))]
     names = list(places)
     pairs = [(f"{a}r", f"{b}r") for a, b in zip(names, names[1:] + names[:1])]
     pairs += [pair for name in names for pair in ((name, f"{name}r"), (f"{name}r", name))]
-    edges = [f'<edge id="{a}{b}" from="{a}" to="{b}" numLanes="1" speed="{8 if a[1:] and b[1:] else 14}"/>'
-             for a, b in pairs]
+    edges = [f'<edge id="{a}{b}" from="{a}" to="{b}" numLanes="1" '
+             + ('speed="8" priority="2"/>' if a[1:] and b[1:] else 'speed="14" priority="1"/>') for a, b in pairs]
     arms = {name: f"{name}r" for name in names}
     return f"<nodes>{''.join(nodes)}</nodes>", f"<edges>{''.join(edges)}</edges>", arms
 

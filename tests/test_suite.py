@@ -107,6 +107,9 @@ def test_scores_of_a_suite(tmp_path, scenarios):
                                  lambda *text: None)
     assert rows[2:] == [{**row, "variant": "env.scenario=ring"} for row in alone]
     assert len(rows) == 4 and {line[-1] for line in log} <= set(cfg.env.suite)
+    said, known = [], [row for row in rows if row["controller"] == "none"]
+    again, _ = evaluate.evaluate_suite(cfg, ["random"], [7], {}, scenarios, lambda *text: said.append(text), known)
+    assert again == rows and len(said) == 2  # only "random" was simulated again
     evaluate.write(tmp_path / "r.json", "corridor", [7], rows, log)
     result = json.loads((tmp_path / "r.json").read_text())
     assert set(result) == {"scenario", "sumo_version", "seeds", "episodes", "summary", "variants"}
