@@ -17,6 +17,7 @@ OWN_FEATURES = len(DOWNSTREAM) + NODE_FEATURES + SURROUND_FEATURES
 HAS_LEFT, HAS_RIGHT = 10, 11              # columns of a vehicle's surroundings
 SURROUND_MEAN = [60, 20, 60, 20, 60, 20, 60, 20, 60, 20, 0, 0, 250, 5]
 SURROUND_STD = [60, 10, 60, 10, 60, 10, 60, 10, 60, 10, 1, 1, 200, 5]
+ROOM = (5.0 - SURROUND_MEAN[2]) / SURROUND_STD[2]  # 5 m, as the gaps beside a vehicle are normalised
 GLOBAL_MEAN = [4.5, 3, 18, 6, 5, 0.4, 0.6, 5, 40, 0.2, 0.2, 20, 1, 1, 1, 0.5]
 GLOBAL_STD = [1, 1, 8, 4, 6, 0.2, 0.4, 5, 30, 0.2, 0.2, 20, 1.5, 1, 1, 0.4]
 
@@ -134,7 +135,7 @@ class Controller(nn.Module):
         top, picks = noisy.topk(k, -1)  # Gumbel Top-K is a Plackett-Luce sample (Kool et al. 2019)
         pad, there = (0, self.k - k), torch.isfinite(top)
         chosen = {"picks": F.pad(picks * there, pad), "valid": F.pad(there, pad)}
-        picked = _take(candidates, chosen["picks"])
+        picked = take(candidates, chosen["picks"])
         mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
         if noise is None:
             chosen.update(u=mean, lane=lane_logp.argmax(-1))
@@ -150,7 +151,7 @@ class Controller(nn.Module):
     def evaluate(self, candidates, valid, scene, chosen):
         """(log-probability of each pick [B, K], entropy [B], expected effort [B]) of a stored choice under the present
         parameters."""
-        return self.evaluate_picked(self.scores(candidates, valid), _take(candidates, chosen["picks"]), scene, chosen)
+        return self.evaluate_picked(self.scores(candidates, valid), take(candidates, chosen["picks"]), scene, chosen)
 
     def evaluate_picked(self, scores, picked, scene, chosen):
         """The same from the scores [B, C] and the picked candidates [B, K, F]."""
@@ -161,7 +162,7 @@ class Controller(nn.Module):
 
     def divergence(self, reference, candidates, valid, scene, chosen):
         """KL(reference || self) of the first pick and of what the picks are told, [B]; no gradient in `reference`."""
-        picked = _take(candidates, chosen["picks"])
+        picked = take(candidates, chosen["picks"])
         lanes, scores = lane_choices(picked), self.scores(candidates, valid)
         mean, lane, gates = self.heads(picked, scene, lanes)
         with torch.no_grad():
@@ -227,13 +228,15 @@ def acceleration(u):
 
 
 def lane_choices(candidates):
-    """Candidate features [..., F] -> [..., 3] which of left, keep, right exist."""
-    surround = candidates[..., -SURROUND_FEATURES:]  # these two columns are 0 or 1 before and after normalisation
-    left, right = surround[..., HAS_LEFT] > 0.5, surround[..., HAS_RIGHT] > 0.5
+    """Candidate features [..., F] -> [..., 3] which of left, keep, right exist and have room to both sides. (A driver
+    told without room waits for a gap, and each second of waiting costs a lane change.)"""
+    surround = candidates[..., -SURROUND_FEATURES:]  # both flags are 0 or 1 after normalisation too
+    gap = surround[..., 2:HAS_LEFT:2].half().unflatten(-1, (2, 2)).amin(-1)  # rounded as what is stored
+    left, right = ((surround[..., HAS_LEFT:HAS_RIGHT + 1] > 0.5) & (gap > ROOM)).unbind(-1)
     return torch.stack([left, torch.ones_like(left), right], -1)
 
 
-def _take(candidates, picks):
+def take(candidates, picks):
     return candidates.gather(1, picks[..., None].expand(-1, -1, candidates.shape[-1]))
 
 

@@ -1,7 +1,7 @@
 """Warm start of phase 2: a rule drives, and the controller learns to choose and to command as the rule does."""
 import torch
 
-from models.controller import ACCEL_CENTRE, ACCEL_RANGE
+from models.controller import ACCEL_CENTRE, ACCEL_RANGE, KEEP, lane_choices, take
 from models.policy import Driver
 
 
@@ -40,7 +40,7 @@ class RuleDriver(Driver):
             observation = {name: value[row] for name, value in seen["arrays"].items()}
             wanted = rule(observation, choice["picks"].shape[1])
             follow({name: value[row] for name, value in choice.items()}, wanted, seen["slots"][row][seen["valid"][row]])
-        return choice
+        return with_room(choice, lane_choices(take(seen["candidates"], choice["picks"])))
 
 
 def follow(choice, wanted, slots):
@@ -53,6 +53,14 @@ def follow(choice, wanted, slots):
     choice["picks"][:n] = torch.tensor([place[int(wanted[0][j])] for j in own], dtype=torch.long)
     choice["pace"][:n], choice["u"][:n] = ~accel.isnan(), pre_squash(accel.nan_to_num(0.0))
     choice["lane"][:n] = torch.as_tensor(wanted[2][own])
+
+
+def with_room(choice, lanes):
+    """A choice without the lane changes that the policy cannot make, `lanes` [B, K, 3]; whom it tells nothing else is
+    released."""
+    there = lanes.gather(-1, choice["lane"][..., None])[..., 0]
+    return {**choice, "lane": choice["lane"].masked_fill(~there, KEEP),
+            "release": choice["release"] | ~(there | choice["pace"])}
 
 
 def with_runners_up(scores, chosen):

@@ -10,10 +10,10 @@ from test_ppo import ALONE, CPU, E, config, rollout_of
 
 import train_rl
 from configs import Config, load_config
-from env.baselines import BASELINES, make_baseline
+from env.baselines import BASELINES, LEFT_GAP, LEFT_REAR_GAP, make_baseline
 from env.workers import make_pool
 from models.controller import acceleration, plackett_luce
-from models.imitation import RuleDriver, follow, pre_squash, with_runners_up
+from models.imitation import RuleDriver, follow, pre_squash, with_room, with_runners_up
 from models.losses import PPOLoss, stored_choice
 from models.policy import TrafficModel
 from runtime.precision import Precision
@@ -85,12 +85,23 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
         for row in range(2):
             slot, accel, lane, _ = make_baseline(name, cfg)(
                 {key: value[row] for key, value in observation.items()}, K, np.random.default_rng(row))
-            sent = commands["slot"][row] < 200
-            assert sent.sum() == (slot < 200).sum() > 0 and choice["valid"][row].sum() == sent.sum()
-            np.testing.assert_array_equal(commands["slot"][row][sent], slot[sent])
-            np.testing.assert_array_equal(commands["lane"][row][sent], lane[sent])
-            limited = np.clip(accel[sent], -2.875, 1.875)  # the ends of the squashing
+            near = observation["surround"][row][np.minimum(slot, 199)]
+            waits = (lane == 0) & (np.minimum(near[:, LEFT_GAP], near[:, LEFT_REAR_GAP]) <= 5)  # told without room
+            assert choice["valid"][row].sum() == (slot < 200).sum() > 0 and (~waits & (slot < 200)).any()
+            rule, sent = (slot < 200) & ~waits, commands["slot"][row] < 200
+            np.testing.assert_array_equal(commands["slot"][row][sent], slot[rule])
+            np.testing.assert_array_equal(commands["lane"][row][sent], lane[rule])
+            limited = np.clip(accel[rule], -2.875, 1.875)  # the ends of the squashing
             np.testing.assert_allclose(commands["accel"][row][sent], limited, atol=1e-3)
+
+
+def test_lane_changes_that_the_policy_cannot_make_are_not_learned():
+    """One with room, one without, one without but with a speed, one that keeps its lane."""
+    choice = {"lane": torch.tensor([[0, 0, 2, 1]]), "pace": torch.tensor([[False, False, True, False]]),
+              "release": torch.zeros(1, 4, dtype=torch.bool)}
+    lanes = torch.tensor([[[True, True, True], [False, True, True], [True, True, False], [False, True, False]]])
+    made = with_room(choice, lanes)
+    assert made["lane"].tolist() == [[0, 1, 1, 1]] and made["release"].tolist() == [[False, True, False, False]]
 
 
 def test_each_variant_may_have_its_own_rule():

@@ -180,7 +180,7 @@ def test_gumbel_top_k_samples_plackett_luce(small):
 def test_actions_are_sampled_from_their_distributions(small):
     """Lane and gate frequencies, mean and spread of u, over many draws of one candidate."""
     draws, inputs = 20000, candidates(small, [1], 1, seed=2)
-    inputs[0][..., -SURROUND_FEATURES:][..., HAS_LEFT:HAS_RIGHT + 1] = 1.0
+    inputs[0][..., -SURROUND_FEATURES:] = 1.0
     many = [x.expand(draws, *x.shape[1:]) for x in inputs]
     with torch.no_grad():
         chosen = small.controller.select(*many, noise(many[0], 8))
@@ -218,14 +218,20 @@ def test_lanes_that_do_not_exist_are_never_chosen(small):
         assert (lane[~has.any(-1)] == 1).all() and (~has.any(-1)).any()
 
 
-def test_lane_flags_survive_normalisation(small):
-    """lane_choices reads normalised features: the two flags must come through unchanged."""
+def test_lanes_are_chosen_where_they_exist_and_have_room(small):
+    """lane_choices reads normalised, rounded features. Commands into no room once were told again in every second of
+    waiting: 40 % of C_int at 2800/800, for nothing."""
     surround = scene(6, 6, 2)["surround"]
+    gaps = surround[..., 2:10].view(2, 6, 2, 4)[..., ::2]  # front and rear, left and right
+    gaps[0, :3] = torch.tensor([4.9, 5.2, 100.0])[:, None, None]
     widths = (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)
     parts = [torch.zeros(2, 6, n) for n in widths]
     lanes = lane_choices(small.controller.candidate_features(*parts, surround))
-    assert torch.equal(lanes[..., 0], surround[..., HAS_LEFT] == 1) and lanes[..., 1].all()
-    assert torch.equal(lanes[..., 2], surround[..., HAS_RIGHT] == 1)
+    room = gaps.amin(-1) > 5.05
+    assert lanes[..., 1].all() and room[0, :3].tolist() == [[False] * 2, [True] * 2, [True] * 2]
+    assert torch.equal(lanes[..., 0], (surround[..., HAS_LEFT] == 1) & room[..., 0])
+    assert torch.equal(lanes[..., 2], (surround[..., HAS_RIGHT] == 1) & room[..., 1])
+    assert torch.equal(lanes, lane_choices(small.controller.candidate_features(*parts, surround).half()))
 
 
 def test_downstream_speeds_equal_a_loop():
