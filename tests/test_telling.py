@@ -3,6 +3,8 @@ import gzip
 import io
 import json
 import math
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -252,6 +254,13 @@ def test_interrupt_says_what_is_kept(capsys):
         raise KeyboardInterrupt
     assert console.exit_code(work, ConfigError, "chunks are kept, ") == 0
     assert "chunks are kept, the same command continues" in capsys.readouterr().err
+
+
+def test_reader_that_has_seen_enough_is_no_error():
+    """`python -m configs.show | head -2` ended with a traceback."""
+    show = subprocess.Popen([sys.executable, "-m", "configs.show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    show.stdout.close()
+    assert show.stderr.read() == b"" and show.wait() == 128 + signal.SIGPIPE
 
 
 def test_off_is_a_word_where_it_is_a_choice():
