@@ -188,7 +188,6 @@ class Controller(nn.Module):
     def _effort(self, valid, mean, lane_logp, gates):
         """Mean of |acceleration| + LANE_CHANGE per lane change over what the picks could be told, [B], m/s^2, with the
         accelerations in the centre of their distribution: a cost without noise (Ciosek and Whiteson 2018).
-
         Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
         too, down to holding the speed, which costs nothing and is in everybody's way."""
         released, pace = gates.sigmoid().unbind(-1)
@@ -237,6 +236,7 @@ def lane_choices(candidates):
 
 
 def take(candidates, picks):
+    """Those picked [B, K, F] of candidates [B, C, F]."""
     return candidates.gather(1, picks[..., None].expand(-1, -1, candidates.shape[-1]))
 
 
