@@ -219,8 +219,8 @@ def test_lanes_that_do_not_exist_are_never_chosen(small):
 
 
 def test_lanes_are_chosen_where_they_exist_and_have_room(small):
-    """lane_choices reads normalised, rounded features. Commands into no room once were told again in every second of
-    waiting: 40 % of C_int at 2800/800, for nothing."""
+    """lane_choices reads normalised, rounded features. Changes into no room once were told, and told again in every
+    second of waiting, each at the price of a change."""
     surround = scene(6, 6, 2)["surround"]
     gaps = surround[..., 2:10].view(2, 6, 2, 4)[..., ::2]  # front and rear, left and right
     gaps[0, :3] = torch.tensor([4.9, 5.2, 100.0])[:, None, None]
