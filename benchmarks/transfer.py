@@ -68,8 +68,8 @@ def roundabout():
     names = list(places)
     pairs = [(f"{a}r", f"{b}r") for a, b in zip(names, names[1:] + names[:1])]
     pairs += [pair for name in names for pair in ((name, f"{name}r"), (f"{name}r", name))]
-    edges = [f'<edge id="{a}{b}" from="{a}" to="{b}" numLanes="1" '
-             + ('speed="8" priority="2"/>' if a[1:] and b[1:] else 'speed="14" priority="1"/>') for a, b in pairs]
+    kind = {True: 'speed="8" priority="2"', False: 'speed="14" priority="1"'}  # on the ring, to or from it
+    edges = [f'<edge id="{a}{b}" from="{a}" to="{b}" numLanes="1" {kind[bool(a[1:] and b[1:])]}/>' for a, b in pairs]
     arms = {name: f"{name}r" for name in names}
     return f"<nodes>{''.join(nodes)}</nodes>", f"<edges>{''.join(edges)}</edges>", arms
 
