@@ -60,8 +60,8 @@ def networks(folder, end):
 
 
 def roundabout():
-    """(nodes, edges, {arm: its node on the ring}) of a roundabout of 25 m with four arms of 200 m. Who is on the ring has
-    right of way."""
+    """(nodes, edges, {arm: its node on the ring}) of a roundabout of 25 m with four arms of 200 m. Who is on the ring
+    has right of way."""
     places = {"e": (1, 0), "n": (0, 1), "w": (-1, 0), "s": (0, -1)}
     nodes = [f'<node id="{name}{part}" x="{x * far}" y="{y * far}"/>'
              for name, (x, y) in places.items() for part, far in (("", 225), ("r", 25))]
