@@ -38,7 +38,7 @@ from train_ddp import USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
-                 "shield.", "baselines.")  # settings without which traffic without control is the same
+                 "shield.", "baselines.")  # traffic without control is the same with any value of these
 
 
 def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):
@@ -46,9 +46,10 @@ def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progre
     A controller is a policy of `models`, {name: TrafficModel}, or a baseline. `known` rows are not simulated again."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     there = {(row["controller"], row["seed"]) for row in known}
-    with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-        drivers = {name: make_controller(cfg, name, models, pool.num_envs) for name, _ in jobs}
-        rows, log = run_jobs(pool, drivers, [job for job in jobs if job not in there], cfg.rollout.restarts, say)
+    due = [job for job in jobs if job not in there]
+    with make_pool(cfg, min(cfg.evaluate.workers, len(due)), 1, folder) as pool:
+        drivers = {name: make_controller(cfg, name, models, pool.num_envs) for name, _ in due}
+        rows, log = run_jobs(pool, drivers, due, cfg.rollout.restarts, say)
     return score([*known, *rows], jobs), log
 
 

@@ -2,7 +2,6 @@
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
 
@@ -81,6 +80,3 @@ def exit_code(work, mistakes, kept=""):
     except KeyboardInterrupt:
         print(f"stopped; {kept}{again()}", file=sys.stderr)
         return 0
-    except BrokenPipeError:  # whoever reads the output, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at the end
-        return 128 + signal.SIGPIPE

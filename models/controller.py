@@ -17,7 +17,7 @@ OWN_FEATURES = len(DOWNSTREAM) + NODE_FEATURES + SURROUND_FEATURES
 HAS_LEFT, HAS_RIGHT = 10, 11              # columns of a vehicle's surroundings
 SURROUND_MEAN = [60, 20, 60, 20, 60, 20, 60, 20, 60, 20, 0, 0, 250, 5]
 SURROUND_STD = [60, 10, 60, 10, 60, 10, 60, 10, 60, 10, 1, 1, 200, 5]
-ROOM = (5.0 - SURROUND_MEAN[2]) / SURROUND_STD[2]  # 5 m, as the gaps beside a vehicle are normalised
+SIDE_GAPS, ROOM = slice(2, 10, 2), (5.0 - SURROUND_MEAN[2]) / SURROUND_STD[2]  # (front, rear) left, right; 5 m of each
 GLOBAL_MEAN = [4.5, 3, 18, 6, 5, 0.4, 0.6, 5, 40, 0.2, 0.2, 20, 1, 1, 1, 0.5]
 GLOBAL_STD = [1, 1, 8, 4, 6, 0.2, 0.4, 5, 30, 0.2, 0.2, 20, 1.5, 1, 1, 0.4]
 
@@ -230,7 +230,7 @@ def lane_choices(candidates):
     """Candidate features [..., F] -> [..., 3] which of left, keep, right exist and have room to both sides. (A driver
     told without room waits for a gap, and each second of waiting costs a lane change.)"""
     surround = candidates[..., -SURROUND_FEATURES:]  # both flags are 0 or 1 after normalisation too
-    gap = surround[..., 2:HAS_LEFT:2].half().unflatten(-1, (2, 2)).amin(-1)  # rounded as what is stored
+    gap = surround[..., SIDE_GAPS].half().unflatten(-1, (2, 2)).amin(-1)  # rounded as what is stored
     left, right = ((surround[..., HAS_LEFT:HAS_RIGHT + 1] > 0.5) & (gap > ROOM)).unbind(-1)
     return torch.stack([left, torch.ones_like(left), right], -1)
 

@@ -116,3 +116,15 @@ def test_scores_of_a_suite(tmp_path, scenarios):
     means = [result["variants"][text]["random"]["ocr"]["mean"] for text in cfg.env.suite]
     assert result["summary"]["random"]["ocr"]["mean"] == pytest.approx(np.mean(means))
     assert Path(tmp_path / "r.shield.csv").read_text().splitlines()[0].endswith(",variant")
+
+
+@pytest.mark.parametrize("changed", ["env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512",
+                                     "evaluate.selection=jam", "evaluate.sample=true", "shield.enabled=false",
+                                     "baselines.tuned.gain=0"])
+def test_sweeps_that_simulate_the_traffic_without_control_once(changed, scenarios):
+    """All that COMMANDS_ONLY names; whatever they are, nobody who is not commanded notices."""
+    assert changed.startswith(evaluate.COMMANDS_ONLY)
+    pair = [load_config("configs/smoke.yaml", ["evaluate.workers=1", *more]) for more in ([], [changed])]
+    assert pair[0] != pair[1]
+    rows = [evaluate.evaluate(cfg, ["none"], [7], {}, scenarios, lambda *text: None)[0] for cfg in pair]
+    assert rows[0] == rows[1] and rows[0][0]["controlled_vehicle_steps"] == 0 and rows[0][0]["departed"] > 5

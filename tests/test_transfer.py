@@ -9,6 +9,8 @@ from env.traffic_env import TrafficEnv
 
 from helpers import episode
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 def rows(variant, scores, ocr_change=0.0, collisions=0):
     return [{"controller": "policy", "seed": seed, "variant": variant, "s_total": score, "ocr_change": ocr_change,
@@ -24,16 +26,17 @@ def test_ratio_to_the_mean_of_the_known_and_flags():
     assert compare(rows("a", [-1, -2]), ["a"])[0]["ratio"] is None  # nothing to compare with
 
 
-def test_drawn_networks_carry_traffic_of_several_types(tmp_path):
+def test_networks_carry_traffic_of_several_types(tmp_path):
+    """On the roundabout, who entered had right of way before who was on it: all stood still after two minutes."""
     paths = networks(tmp_path / "drawn", 900)
     assert [Path(path).stem for path in paths] == ["lights", "main_road", "roundabout"]
-    for path in paths:
+    for path in (*paths, ROOT / "configs" / "town" / "town.sumocfg"):
         cfg = Config()
         cfg.env.scenario, cfg.env.max_vehicles, cfg.env.control_interval = str(path), 200, 10.0
         env = TrafficEnv(cfg, tmp_path)
         try:
-            info = episode(env, 1, 15)[-1][2]
+            info = episode(env, 1001, 36)[-1][2]
             lengths = {round(float(x), 1) for x in env.scene["length"]}
         finally:
             env.close()
-        assert info["arrived"] > 10 and info["collisions"] == 0 and len(lengths) >= 3
+        assert info["arrived"] > 0.35 * info["loaded"] and info["collisions"] == 0 and len(lengths) >= 3
