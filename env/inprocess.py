@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from env.launch import SumoError, sumo_home
-from env.sumo import COUNTERS
+from env.sumo import COUNTERS, crossing_lanes
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
@@ -100,8 +100,7 @@ class LibSumo:
 
     def crossing_lanes(self):
         """See env.sumo.Sumo.crossing_lanes."""
-        lane = self.client.lane
-        return [i for i in lane.getIDList() if i.startswith(":") and lane.getInternalFoes(i)]
+        return crossing_lanes(self.client)
 
     def lane_shapes(self):
         """See env.sumo.Sumo.lane_shapes."""

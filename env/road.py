@@ -20,7 +20,7 @@ class Road:
     coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
-    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: whether it crosses others."""
+    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -46,7 +46,7 @@ class Road:
     @classmethod
     def from_lanes(cls, lanes, reach=600.0, crossing=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream. `crossing`: ids of the junction lanes of `crosses`."""
+        searched at most `reach` m upstream. `crossing`: ids of the lanes of `crosses`."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:

@@ -199,13 +199,19 @@ class Sumo:
         return self._ask(read)
 
     def crossing_lanes(self):
-        """Ids of the junction lanes that cross or meet others, for `Road.from_lanes`."""
-        lane = self.client.lane
-        return self._ask(lambda: [i for i in lane.getIDList() if i.startswith(":") and lane.getInternalFoes(i)])
+        """Ids of the lanes on which somebody may come from the side, for `Road.from_lanes`."""
+        return self._ask(lambda: crossing_lanes(self.client))
 
     def lane_shapes(self):
         """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
+
+
+def crossing_lanes(client):
+    """Ids of the junction lanes that cross or meet others; of all lanes in SUMO's sublane model, where drivers pass
+    each other on one lane."""
+    sublanes = float(client.simulation.getOption("lateral-resolution")) > 0
+    return [i for i in client.lane.getIDList() if sublanes or (i.startswith(":") and client.lane.getInternalFoes(i))]
 
 
 def episode_arguments(scenario, seed, env_cfg):
