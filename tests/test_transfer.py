@@ -12,18 +12,18 @@ from helpers import episode
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def rows(variant, scores, ocr_change=0.0, collisions=0):
-    return [{"controller": "policy", "seed": seed, "variant": variant, "s_total": score, "ocr_change": ocr_change,
+def rows(variant, scores, ocr_change=0.0, collisions=0, controller="policy"):
+    return [{"controller": controller, "seed": seed, "variant": variant, "s_total": score, "ocr_change": ocr_change,
              "c_int": 0.1, "collisions": collisions} for seed, score in enumerate(scores)]
 
 
 def test_ratio_to_the_mean_of_the_known_and_flags():
     table = compare([*rows("a", [2, 6]), *rows("b", [26, 26]), *rows("c", [6, 8]), *rows("d", [15, 15], -1.1, 1),
-                     *rows("e", [7.5, 7.5], -0.9)], ["a", "b"])
+                     *rows("e", [7.5, 7.5], -0.9, 1), *rows("e", [0, 0], 0, 1, "none")], "policy", ["a", "b"])
     assert [row["ratio"] for row in table] == [pytest.approx(x) for x in (4 / 15, 26 / 15, 7 / 15, 1, 0.5)]
     assert [row["flags"] for row in table] == [[], [], ["ratio"], ["OCR", "collision"], []]
     assert table[3]["collisions"] == 2
-    assert compare(rows("a", [-1, -2]), ["a"])[0]["ratio"] is None  # nothing to compare with
+    assert compare(rows("a", [-1, -2]), "policy", ["a"])[0]["ratio"] is None  # nothing to compare with
 
 
 def test_networks_carry_traffic_of_several_types(tmp_path):
