@@ -25,7 +25,7 @@ from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
 from evaluate import parse_seeds
 from runtime.ending import run_script
-from runtime.scores import mean_ci
+from runtime.scores import mean_ci, with_interval
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
 CLOSED = ("ring", "figure_eight")
@@ -89,7 +89,7 @@ def sweep(cfg, scales, seeds, folder, say=print):
                    **{name: sum(e[name] for e in episodes) for name in ("collisions", "teleports")},
                    "episodes": episodes}
             rows.append(row)
-            cells = [f"{row[name]['mean']:.4g} +- {row[name]['ci95'] or 0:.2g}" for name in COLUMNS]
+            cells = [with_interval(row[name], ".4g") for name in COLUMNS]
             say("".join([f"{scale:6.2f}", *(f"{cell:>20s}" for cell in cells), f"{row['collisions']:12d}",
                          f"{row['teleports']:12d}"]))
     return rows

@@ -22,7 +22,7 @@ from env.traffic_env import check_scenario
 from env.workers import WorkerError
 from evaluate import evaluate_suite, find_checkpoint, load_policy, parse_seeds
 from runtime.ending import run_script
-from runtime.scores import summarise
+from runtime.scores import summarise, with_interval
 from train_ddp import USER_ERRORS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,7 +46,7 @@ def show(rows, limits):
     variants, summary = list(dict.fromkeys(row["variant"] for row in rows)), summarise(rows)
     print(f"\n{'':18s}{'S_total':>14s}{'OCR change, %':>16s}{'C_int':>16s}   S_total, C_int by variant")
     for name, mean in summary.items():
-        cells = [f"{mean[key]['mean']:.{digits}f} +- {mean[key]['ci95'] or 0:.{digits}f}"
+        cells = [with_interval(mean[key], f".{digits}f")
                  for key, digits in (("s_total", 1), ("ocr_change", 1), ("c_int", 3))]
         parts = [summarise([row for row in rows if row["variant"] == text])[name] for text in variants]
         by_variant = "  ".join(f"{part['s_total']['mean']:5.1f} {part['c_int']['mean']:.3f}" for part in parts)

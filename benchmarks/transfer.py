@@ -21,7 +21,7 @@ from env.workers import WorkerError
 from controllers import CONTROLLERS
 from evaluate import evaluate_suite, settings
 from runtime.ending import run_script
-from runtime.scores import summarise
+from runtime.scores import summarise, with_interval
 from train_ddp import USER_ERRORS
 
 CORRIDORS = ("corridor.main_flow=2400 corridor.ramp_flow=1200", "corridor.main_flow=3000 corridor.ramp_flow=1000",
@@ -117,7 +117,7 @@ def compare(rows, controller, known):
 def show(controller, table):
     print(f"\n{controller}\n{'S_total':>16s}{'ratio':>8s}{'OCR change, %':>18s}{'C_int':>8s}{'collisions':>12s}")
     for row in table:
-        score, ocr = (f"{row[key]['mean']:.1f} +- {row[key]['ci95'] or 0:.1f}" for key in ("s_total", "ocr_change"))
+        score, ocr = (with_interval(row[key], ".1f") for key in ("s_total", "ocr_change"))
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
         print(f"{score:>16s}{ratio:>8s}{ocr:>18s}{row['c_int']:8.3f}{row['collisions']:12d}  {row['variant']}"
               + "".join(f"  <- {flag}" for flag in row["flags"]))

@@ -30,7 +30,7 @@ def differences(rows):
     policy, lines = scores.pop("policy", {}), []
     for name in scores.keys() - {"none"} if policy else ():
         gain = mean_ci([np.mean(policy[seed]) - np.mean(values) for seed, values in scores[name].items()])
-        lines.append(f"S_total, paired: policy - {name} {gain['mean']:+.2f} +- {gain['ci95'] or 0:.2f}")
+        lines.append(f"S_total, paired: policy - {name} {with_interval(gain, '+.2f')}")
     return sorted(lines)
 
 
@@ -41,6 +41,12 @@ def mean_ci(values):
         return {"mean": None, "ci95": None}
     spread = np.std(values, ddof=1) if n > 1 else None
     return {"mean": float(np.mean(values)), "ci95": None if n < 2 else float(student_t(n - 1) * spread / math.sqrt(n))}
+
+
+def with_interval(value, form=".3f"):
+    """"mean +- ci95" of a `mean_ci`; the mean alone where one value leaves the interval open."""
+    spread = "" if value["ci95"] is None else f" +- {value['ci95']:{form.lstrip('+')}}"
+    return f"{value['mean']:{form}}{spread}"
 
 
 def student_t(freedom, z=1.959964):
@@ -56,7 +62,6 @@ def table(summary):
     width = max(22, 2 + max(map(len, summary)))
     lines = ["".join([f"{'':20s}", *(f"{name:>{width}s}" for name in summary)])]
     for key in SHOWN:
-        cells = [f"{c[key]['mean']:.3f}" + (f" +- {c[key]['ci95']:.3f}" if c[key]["ci95"] is not None else "")
-                 for c in summary.values()]
+        cells = [with_interval(controller[key]) for controller in summary.values()]
         lines.append("".join([f"{key:20s}", *(f"{cell:>{width}s}" for cell in cells)]))
     return "\n".join(lines)

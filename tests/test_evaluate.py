@@ -41,6 +41,12 @@ def test_differences_are_paired_by_seed_over_the_variants():
     assert differences(rows("tuned", [[0] * 3] * 2)) == []
 
 
+def test_one_seed_leaves_the_interval_open():
+    """It was printed as "+- 0.00", which claims to be certain."""
+    rows = [{"controller": name, "seed": 1, "s_total": score} for name, score in (("policy", 3), ("tuned", 1))]
+    assert differences(rows) == ["S_total, paired: policy - tuned +2.00"]
+
+
 def test_lists_of_seeds():
     assert parse_seeds("1001-1003,7") == [1001, 1002, 1003, 7]
     for text in ("", "a", "3-1", "1,1", "1-2,2", "1.5"):
