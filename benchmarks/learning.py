@@ -18,7 +18,7 @@ from configs.command_line import parse
 from evaluate import parse_seeds
 from runtime.ending import run_script
 from runtime.metrics import read_metrics
-from runtime.scores import mean_ci
+from runtime.scores import mean_ci, with_interval
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -76,8 +76,7 @@ def main():
     print(f"{'seed':>6s}{'first tenth':>14s}{'last tenth':>14s}{'gain':>10s}")
     for row in table:
         print(f"{row['seed']:6d}{row['first_tenth']:14.3f}{row['last_tenth']:14.3f}{row['gain']:10.3f}")
-    spread = gain["ci95"] or float("nan")
-    print(f"gain of the mean return: {gain['mean']:.3f} +- {spread:.3f} (95 % interval, {len(seeds)} seeds)")
+    print(f"gain of the mean return: {with_interval(gain)} (95 % interval, {len(seeds)} seeds)")
     result = {"table": table, "gain": gain, "curves": curves, "minutes": minutes}
     Path(options.json).write_text(json.dumps(result, indent=1))
     draw(curves, minutes, Path(options.json).with_suffix(".png"))
