@@ -38,7 +38,7 @@ from train_ddp import USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
-                 "shield.", "baselines.")  # traffic without control is the same with any value of these
+                 "evaluate.c_int_cap", "shield.", "baselines.")  # they change no traffic without control
 
 
 def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):

@@ -4,9 +4,9 @@
 
 Each limit is a run of its own beside --run, named after both, with that run's configuration: the limit holds from the
 first epoch on. --price adds a run with a constant multiplier instead, for comparison. What is trained already is not
-trained again. Then the policy of phase 2 and those of all limits drive the same held-out
-episodes (evaluate.seeds, or --seeds) of each variant of env.suite. Flagged: a mean C_int more than 5 % above the limit;
-OCR more than 1 % below no control.
+trained again. Then the policy of phase 2 and those of all limits drive the same held-out episodes (evaluate.seeds, or
+--seeds) of each variant of env.suite; with --cap, each behind evaluate.c_int_cap at its own limit. Flagged: a mean
+C_int more than 5 % above the limit; OCR more than 1 % below no control.
 """
 import shutil
 import subprocess
@@ -40,6 +40,18 @@ def train(run, name, overrides):
     return folder
 
 
+def score(cfg, models, seeds, folder, caps):
+    """Rows of all models, {name: TrafficModel}, each behind its own cap of C_int, if any, and those of no control."""
+    rows = []
+    for name in models:
+        if caps:
+            cfg.evaluate.c_int_cap = caps.get(name, 0.0)  # 0 = none
+        known = [row for row in rows if row["controller"] == "none"]
+        mine, _ = evaluate_suite(cfg, [name], seeds, models, folder, known=known)
+        rows += [row for row in mine if row["controller"] == name or not known]
+    return rows
+
+
 def show(rows, limits):
     """Print one line per policy: means over the suite with intervals, then S_total and C_int by variant."""
     rows = [{"variant": "", **row} for row in rows]  # a suite of one has no names
@@ -69,6 +81,7 @@ def add_options(parser):
     parser.add_argument("--run", required=True, help="run folder with phase 2 finished")
     parser.add_argument("--limits", default="0.2,0.1,0.05,0.02", help="(default: %(default)s)")
     parser.add_argument("--price", type=float, help="add a run with this constant multiplier")
+    parser.add_argument("--cap", action="store_true", help="send no command that would take an episode above the limit")
     parser.add_argument("--seeds", help="(default: evaluate.seeds)")
     parser.add_argument("--json", default="pareto.json", help="where the result goes")
 
@@ -91,7 +104,7 @@ def main():
     models = {name: load_policy(*find_checkpoint(folder))[0] for name, folder in folders.items()}
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     check_scenario(cfg, run / "scenario")
-    rows, _ = evaluate_suite(cfg, [*models], seeds, models, str(run / "scenario"))
+    rows = score(cfg, models, seeds, str(run / "scenario"), limits if options.cap else {})
     show(rows, limits)
     finish(options.json, seeds=seeds, limits=limits, summary=summarise(rows), rows=rows)
 

@@ -29,7 +29,7 @@ from env.launch import die_with_parent
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
-from controllers import BaselineController
+from controllers import make_controller
 from evaluate import parse_seeds, run_jobs
 from runtime.ending import run_script
 from runtime.scores import summarise, table
@@ -61,7 +61,7 @@ def candidates(cfg, draws):
 def play(cfg, name, seed, folder):
     """The row of one episode, as evaluate.py has it."""
     with make_pool(cfg, 0, 1, folder) as pool:
-        rows, _ = run_jobs(pool, {name: BaselineController(cfg, name)}, [(name, seed)], cfg.rollout.restarts,
+        rows, _ = run_jobs(pool, {name: make_controller(cfg, name, {}, 1)}, [(name, seed)], cfg.rollout.restarts,
                            lambda *text: None)
     return rows[0]
 

@@ -12,8 +12,8 @@ from env.routes import Routes
 from env.scenarios import build_scenario
 from env.score import EpisodeTotals
 from env.slots import Slots
-from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, MAX_BRAKE, RIGHT, action_space, empty_observation,
-                        observation_space, write_observation)
+from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
+                        empty_observation, observation_space, write_observation)
 from env.tails import near_crossing
 
 
@@ -148,7 +148,7 @@ class TrafficEnv(gymnasium.Env):
             target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
             if lane != KEEP and 0 <= target < self.road.lane_count[on]:
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
-                effort += 5.0
+                effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
             commands.append(sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES))
         self.driven = driven

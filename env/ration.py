@@ -1,0 +1,66 @@
+"""A budget for interventions: commands that would cost more than `evaluate.c_int_cap` are not sent."""
+import numpy as np
+
+from env.graph import NODE
+from env.spaces import KEEP, LANE_CHANGE
+
+LANE = NODE.index("lane")
+
+
+class Rationed:
+    """A controller whose C_int stays within `evaluate.c_int_cap` at every moment of an episode.
+
+    Every ICV earns the cap in every control step; commands are paid for from what has been earned so far, in the
+    controller's own order (a token bucket: what is saved while traffic flows is there for the jam). Who cannot be paid
+    for is left to SUMO's driver. Nobody is told again to change lanes while the driver still follows the same order.
+    """
+
+    def __init__(self, controller, cfg):
+        self.controller, self.cap, self.budgets = controller, cfg.evaluate.c_int_cap, {}
+        self.slots = cfg.env.max_vehicles
+        self.hold = int(cfg.env.lane_change_hold_s / cfg.env.control_interval)
+        if hasattr(controller, "scores"):
+            self.scores = controller.scores
+
+    def begin(self, env, seed):
+        """A new episode in environment number `env`."""
+        self.controller.begin(env, seed)
+        self.budgets[env] = Budget(self.slots, self.hold)
+
+    def act(self, observation, env):
+        """The controller's commands, without those that are not paid for."""
+        commands, budget = self.controller.act(observation, env), self.budgets[env]
+        budget.begin_step(observation, self.cap)
+        for i in np.flatnonzero(commands["slot"] < self.slots):
+            budget.pay(commands, i)
+        return commands
+
+
+class Budget:
+    """What commands may still cost in one episode, and which lane changes still stand, by slot."""
+
+    def __init__(self, slots, hold):
+        self.left, self.step, self.hold = 0.0, -1, hold
+        self.lane, self.told, self.since = np.zeros(slots), np.full(slots, KEEP), np.zeros(slots, int)
+
+    def begin_step(self, observation, cap):
+        """Earn the step's share, and forget the orders of who has left or is on another lane."""
+        self.step += 1
+        if self.step:  # C_int counts the ICVs that are there after a step, and none was made before the first command
+            self.left += cap * float(observation["icv"].sum())
+        lane = observation["nodes"][:, LANE].copy()
+        self.told[(observation["fresh"] > 0) | (lane != self.lane)] = KEEP
+        self.lane = lane
+
+    def pay(self, commands, i):
+        """Pay for command number `i`, without a lane change that still stands; strike it where it is too dear."""
+        slot, lane, accel, brake = (commands[name][i] for name in ("slot", "lane", "accel", "brake"))
+        if lane == self.told[slot] and self.step < self.since[slot] + self.hold:
+            lane = commands["lane"][i] = KEEP
+        effort = float(brake if brake > 0 else abs(np.nan_to_num(accel))) + LANE_CHANGE * (lane != KEEP)
+        if effort > self.left:
+            commands["slot"][i], commands["reason"][i] = len(self.told), 0
+            return
+        self.left -= effort
+        if lane != KEEP:
+            self.told[slot], self.since[slot] = lane, self.step

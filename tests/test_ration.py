@@ -1,0 +1,83 @@
+"""A cap on C_int: what is not sent, what is told once, and that it holds on real traffic."""
+import numpy as np
+import pytest
+
+from configs import load_config
+from controllers import BaselineController, make_controller
+from env.graph import NODE
+from env.ration import Budget, Rationed
+from env.workers import make_pool
+from evaluate import run_jobs
+
+LEFT, KEEP, RIGHT = 0, 1, 2
+SLOTS = 6
+
+
+def observation(icvs=4, lanes=0, fresh=()):
+    nodes = np.zeros((SLOTS, len(NODE)), np.float32)
+    nodes[:, NODE.index("lane")] = lanes
+    return {"icv": np.arange(SLOTS) < icvs, "nodes": nodes, "fresh": np.isin(np.arange(SLOTS), fresh)}
+
+
+def commands(*rows):
+    """Arrays of (slot, acceleration, lane, brake)."""
+    slot, accel, lane, brake = map(list, zip(*rows))
+    return {"slot": np.array(slot), "accel": np.array(accel, np.float32), "lane": np.array(lane),
+            "brake": np.array(brake, np.float32), "reason": np.ones(len(rows), int)}
+
+
+def paid(budget, seen, cap, *rows):
+    """(slots, lanes) that are left of the commands."""
+    out = commands(*rows)
+    budget.begin_step(seen, cap)
+    for i in range(len(rows)):
+        budget.pay(out, i)
+    assert (out["reason"] == (out["slot"] < SLOTS)).all()
+    return out["slot"].tolist(), out["lane"].tolist()
+
+
+def test_commands_are_paid_from_what_has_been_earned():
+    budget = Budget(SLOTS, 4)
+    assert paid(budget, observation(), 1.0, (0, 0.5, KEEP, 0))[0] == [SLOTS]  # C_int counts no step yet
+    # 4 ICVs earn 4: too little for a lane change (5), enough for what comes after it
+    assert paid(budget, observation(), 1.0, (0, np.nan, LEFT, 0), (1, -2.5, KEEP, 0), (2, 2.0, KEEP, 0),
+                (3, 1.5, KEEP, 0))[0] == [SLOTS, 1, SLOTS, 3]
+    assert budget.left == 0
+    assert paid(budget, observation(), 1.0, (4, 0.0, KEEP, 4.5), (5, 0.0, KEEP, 3.5))[0] == [SLOTS, 5]
+    assert budget.left == 0.5
+    assert paid(budget, observation(), 1.25, (0, np.nan, LEFT, 0))[0] == [0] and budget.left == 0.5
+
+
+def test_a_standing_lane_change_is_not_told_again():
+    budget = Budget(SLOTS, 4)
+    budget.begin_step(observation(), 10)
+    wish = (0, np.nan, LEFT, 0)
+    lanes = [paid(budget, observation(), 10, wish)[1] for _ in range(6)]
+    assert lanes == [[LEFT], [KEEP], [KEEP], [KEEP], [LEFT], [KEEP]]
+    assert paid(budget, observation(), 10, (0, np.nan, RIGHT, 0))[1] == [RIGHT]  # another order
+    assert paid(budget, observation(lanes=1), 10, (0, np.nan, RIGHT, 0))[1] == [RIGHT]  # it has changed lanes since
+    assert paid(budget, observation(lanes=1), 10, (0, np.nan, RIGHT, 0))[1] == [KEEP]
+    assert paid(budget, observation(lanes=1, fresh=[0]), 10, (0, np.nan, RIGHT, 0))[1] == [RIGHT]  # another vehicle
+
+
+def test_a_lane_change_that_could_not_be_paid_does_not_stand():
+    budget = Budget(SLOTS, 4)
+    budget.begin_step(observation(), 1)
+    assert paid(budget, observation(), 1, (0, np.nan, LEFT, 0))[0] == [SLOTS]
+    assert paid(budget, observation(), 1, (0, np.nan, LEFT, 0)) == ([0], [LEFT])
+
+
+def test_without_a_cap_nothing_stands_in_between():
+    assert isinstance(make_controller(load_config("configs/smoke.yaml"), "random", {}, 1), BaselineController)
+
+
+@pytest.mark.parametrize("cap", [0.02, 0.3])
+def test_the_cap_holds_in_traffic(scenarios, cap):
+    cfg = load_config("configs/smoke.yaml", [f"evaluate.c_int_cap={cap}", "env.max_commands=1000", "env.icv_share=0.5"])
+    capped = make_controller(cfg, "random", {}, 1)
+    assert isinstance(capped, Rationed)
+    free = BaselineController(cfg, "random")
+    with make_pool(cfg, 0, 1, scenarios) as pool:
+        rows, _ = run_jobs(pool, {"capped": capped, "free": free}, [("free", 5), ("capped", 5)], 0, lambda *_: None)
+    cost = {row["controller"]: row["c_int"] for row in rows}
+    assert 0.8 * cap < cost["capped"] <= cap < cost["free"]
