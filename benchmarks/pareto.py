@@ -41,14 +41,14 @@ def train(run, name, overrides):
 
 
 def score(cfg, models, seeds, folder, caps):
-    """Rows of all models, {name: TrafficModel}, each behind its own cap of C_int, if any, and those of no control."""
-    rows = []
+    """Rows of no control and of all models, {name: TrafficModel}; with `caps`, {name: limit}, each behind its own."""
+    if not caps:
+        return evaluate_suite(cfg, [*models], seeds, models, folder)[0]
+    names, rows = [], []
     for name in models:
-        if caps:
-            cfg.evaluate.c_int_cap = caps.get(name, 0.0)  # 0 = none
-        known = [row for row in rows if row["controller"] == "none"]
-        mine, _ = evaluate_suite(cfg, [name], seeds, models, folder, known=known)
-        rows += [row for row in mine if row["controller"] == name or not known]
+        names.append(name)
+        cfg.evaluate.c_int_cap = caps.get(name, 0.0)  # 0 = none
+        rows = evaluate_suite(cfg, names, seeds, models, folder, known=rows)[0]  # those before are not simulated again
     return rows
 
 

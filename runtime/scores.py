@@ -23,15 +23,18 @@ def summarise(rows):
 
 
 def differences(rows):
-    """["S_total, paired: policy - RULE +1.0 +- 0.5"] for every other controller of the rows; none without a policy."""
-    scores = {}
-    for row in rows:
-        scores.setdefault(row["controller"], {}).setdefault(row["seed"], []).append(row["s_total"])
-    policy, lines = scores.pop("policy", {}), []
-    for name in scores.keys() - {"none"} if policy else ():
-        gain = mean_ci([np.mean(policy[seed]) - np.mean(values) for seed, values in scores[name].items()])
-        lines.append(f"S_total, paired: policy - {name} {with_interval(gain, '+.2f')}")
-    return sorted(lines)
+    """["S_total, paired: policy - RULE +1.0 +- 0.5", ..., "arrived, paired: ..."] for every other controller of the
+    rows; none without a policy."""
+    lines = []
+    for key, name, form in (("s_total", "S_total", "+.2f"), ("arrived", "arrived", "+.1f")):
+        values = {}
+        for row in rows:
+            values.setdefault(row["controller"], {}).setdefault(row["seed"], []).append(row[key])
+        policy = values.pop("policy", {})
+        for rule in sorted(values.keys() - {"none"}) if policy else ():
+            gain = mean_ci([np.mean(policy[seed]) - np.mean(of_seed) for seed, of_seed in values[rule].items()])
+            lines.append(f"{name}, paired: policy - {rule} {with_interval(gain, form)}")
+    return lines
 
 
 def mean_ci(values):

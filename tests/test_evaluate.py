@@ -33,18 +33,21 @@ def test_summary_leaves_missing_values_out():
 
 def test_differences_are_paired_by_seed_over_the_variants():
     def rows(name, scores):
-        return [{"controller": name, "seed": seed, "variant": v, "s_total": scores[v][seed]}
+        return [{"controller": name, "seed": seed, "variant": v, "s_total": scores[v][seed],
+                 "arrived": 10 * scores[v][seed]}
                 for v in range(2) for seed in range(3)]
     both = rows("policy", [[1, 2, 3], [3, 4, 5]]) + rows("tuned", [[1, 1, 1], [1, 1, 1]])  # 2, 3, 4 against 1, 1, 1
     assert differences(both + rows("none", [[0] * 3] * 2)) == [
-        f"S_total, paired: policy - tuned +2.00 +- {mean_ci([1, 2, 3])['ci95']:.2f}"]
+        f"S_total, paired: policy - tuned +2.00 +- {mean_ci([1, 2, 3])['ci95']:.2f}",
+        f"arrived, paired: policy - tuned +20.0 +- {mean_ci([10, 20, 30])['ci95']:.1f}"]
     assert differences(rows("tuned", [[0] * 3] * 2)) == []
 
 
 def test_one_seed_leaves_the_interval_open():
     """It was printed as "+- 0.00", which claims to be certain."""
-    rows = [{"controller": name, "seed": 1, "s_total": score} for name, score in (("policy", 3), ("tuned", 1))]
-    assert differences(rows) == ["S_total, paired: policy - tuned +2.00"]
+    rows = [{"controller": name, "seed": 1, "s_total": score, "arrived": 5}
+            for name, score in (("policy", 3), ("tuned", 1))]
+    assert differences(rows) == ["S_total, paired: policy - tuned +2.00", "arrived, paired: policy - tuned +0.0"]
 
 
 def test_lists_of_seeds():

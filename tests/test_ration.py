@@ -2,12 +2,15 @@
 import numpy as np
 import pytest
 
+from benchmarks import pareto
 from configs import load_config
 from controllers import BaselineController, make_controller
 from env.graph import NODE
 from env.ration import Budget, Rationed
+from env.spaces import LANE_CHANGE
 from env.workers import make_pool
 from evaluate import run_jobs
+from models import controller
 
 LEFT, KEEP, RIGHT = 0, 1, 2
 SLOTS = 6
@@ -81,3 +84,23 @@ def test_the_cap_holds_in_traffic(scenarios, cap):
         rows, _ = run_jobs(pool, {"capped": capped, "free": free}, [("free", 5), ("capped", 5)], 0, lambda *_: None)
     cost = {row["controller"]: row["c_int"] for row in rows}
     assert 0.8 * cap < cost["capped"] <= cap < cost["free"]
+
+
+def test_each_policy_of_the_pareto_table_drives_behind_its_own_cap(monkeypatch):
+    seen = []
+
+    def evaluate_suite(cfg, names, seeds, models, folder, known=()):
+        new = [name for name in ["none", *names] if name not in [row["controller"] for row in known]]
+        seen.append((new, cfg.evaluate.c_int_cap))
+        return [*known, *({"controller": name} for name in new)], []
+
+    monkeypatch.setattr(pareto, "evaluate_suite", evaluate_suite)
+    cfg, models = load_config("configs/smoke.yaml"), dict.fromkeys(["phase 2", "limit-0.1", "price-3"])
+    rows = pareto.score(cfg, models, [1], "", {"limit-0.1": 0.1})
+    assert seen == [(["none", "phase 2"], 0), (["limit-0.1"], 0.1), (["price-3"], 0)]
+    assert [row["controller"] for row in rows] == ["none", *models]
+
+
+def test_what_a_lane_change_costs_is_the_same_to_the_environment_and_the_model():
+    """The model may not import the environment, so the number stands in both."""
+    assert LANE_CHANGE == controller.LANE_CHANGE
