@@ -2,11 +2,11 @@
 
     python -m benchmarks.pareto --run runs/suite --limits 0.2,0.1,0.05,0.02 --price 3000 --json pareto.json
 
-Each limit is a run of its own beside --run, named after both, with that run's configuration: the limit holds from the
-first epoch on. --price adds a run with a constant multiplier instead, for comparison. What is trained already is not
-trained again. Then the policy of phase 2 and those of all limits drive the same held-out episodes (evaluate.seeds, or
---seeds) of each variant of env.suite; with --cap, each behind evaluate.c_int_cap at its own limit. Flagged: a mean
-C_int more than 5 % above the limit; OCR more than 1 % below no control.
+Each limit is a run of its own beside --run, named after both, with that run's configuration or the one of --config:
+the limit holds from the first epoch on. --price adds a run with a constant multiplier instead, for comparison. What is
+trained already is not trained again. Then the policy of phase 2 and those of all limits drive the same held-out
+episodes (evaluate.seeds, or --seeds) of each variant of env.suite; with --cap, each behind evaluate.c_int_cap at its
+own limit. Flagged: a mean C_int more than 5 % above the limit; OCR more than 1 % below no control.
 """
 import shutil
 import subprocess
@@ -28,12 +28,12 @@ from train_ddp import USER_ERRORS
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def train(run, name, overrides):
+def train(run, name, config, overrides):
     """Phase 3 in the folder `name` beside `run`, from the phase 2 of `run`; returns that folder."""
     folder = run.parent / f"{run.name}-{name}"
     if not (folder / "phase2").exists():
         shutil.copytree(run / "phase2", folder / "phase2")
-    words = ["--config", str(run / "config.yaml"), f"run.folder={run.parent}", f"run.name={folder.name}", *overrides]
+    words = ["--config", config, f"run.folder={run.parent}", f"run.name={folder.name}", *overrides]
     console.say(f"\n{name}: {' '.join(overrides)}")
     if subprocess.run([sys.executable, str(ROOT / "train_ddp.py"), "--phase", "3", *words]).returncode:
         raise ConfigError(f"{folder}: phase 3 failed; its message stands above")
@@ -77,7 +77,7 @@ def parse_limits(text):
 
 
 def add_options(parser):
-    parser.set_defaults(config=None)
+    parser.set_defaults(config=None)  # that of the run
     parser.add_argument("--run", required=True, help="run folder with phase 2 finished")
     parser.add_argument("--limits", default="0.2,0.1,0.05,0.02", help="(default: %(default)s)")
     parser.add_argument("--price", type=float, help="add a run with this constant multiplier")
@@ -91,7 +91,8 @@ def main():
     run = Path(options.run)
     if not (run / "phase2").is_dir() or not (run / "config.yaml").is_file():
         raise ConfigError(f"--run {run}: no run folder with a phase 2; train one with train_rl.py first")
-    cfg = load_config(str(run / "config.yaml"), options.overrides)
+    config = options.config_file or str(run / "config.yaml")
+    cfg = load_config(config, options.overrides)
     seeds = parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds
     limits = parse_limits(options.limits)
     wanted = {name: [f"phase3.limit_end={limit}", f"phase3.limit_start={limit}"] for name, limit in limits.items()}
@@ -99,7 +100,8 @@ def main():
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
                                               f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]
     folders = {"phase 2": run / "phase2"}
-    folders.update({name: train(run, name, [*options.overrides, *words]) / "phase3" for name, words in wanted.items()})
+    for name, words in wanted.items():
+        folders[name] = train(run, name, config, [*options.overrides, *words]) / "phase3"
     torch.set_num_threads(1)
     models = {name: load_policy(*find_checkpoint(folder))[0] for name, folder in folders.items()}
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
