@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 from configs import ConfigError, console
 from configs.command_line import parse
 from data.augment import AugmentedDataset
-from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, bad_rows, make_loader
+from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError
+from data.loading import StreamingDataset, make_loader
 from data.location import open_data
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -271,7 +272,7 @@ def make_sequences(cfg, team, batch, multiplier):
     speed = by_env["nodes"][..., 2].float()
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
-    icvs = by_env["icv"].sum(-1).float().clamp(min=1)
+    icvs = by_env["icv"].sum(-1).float()
     advantage, returns, cost_returns, price = advantages(cfg, team, batch, icvs.T, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
@@ -282,7 +283,7 @@ def make_sequences(cfg, team, batch, multiplier):
                  for name in names}
     before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
-    active, episodes = by_env["pick_valid"], (by_env["cost"] * icvs).sum(1) / icvs.sum(1)
+    active, episodes = by_env["pick_valid"], (by_env["cost"] * icvs).sum(1) / icvs.sum(1).clamp(min=1)
     envs, cost, reward, released, picks = team.all_sum([len(episodes), *(float(x.sum()) for x in (
         episodes, batch["reward"], by_env["release"] & active, active))])
     return sequences, {"c_int": cost / envs, "reward": reward / envs / steps, "steps": envs * steps,

@@ -39,7 +39,7 @@ from runtime.training import (Progress, episode_facts, first_weights, mean_logs,
 from train_ddp import USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
-         "cost_return", "price")
+         "cost_return", "price", "lost")
 
 
 def phase2(cfg, team, guard):
@@ -91,6 +91,7 @@ def phase2(cfg, team, guard):
                 best = not ruled and summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
+                kept.trim(c["epoch"] if not progress.failures else 0)
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
             if boundary and c["epoch"] >= taught:
@@ -239,6 +240,7 @@ def one_learner_per_gpu(cfg):
     """Start again under torchrun when there are several GPUs and nobody has done so yet."""
     gpus = torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     if gpus > 1 and "RANK" not in os.environ:
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an iteration may take longer than its 30 s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *sys.argv]
         os.execv(sys.executable, command)
 

@@ -31,7 +31,8 @@ from torch.utils.data import Dataset, default_collate
 from configs import Config
 from configs.phases import LoaderConfig
 from data.augment import AugmentedDataset
-from data.dataset import BlockSampler, ChunkedDataset, make_loader
+from data.dataset import BlockSampler, ChunkedDataset
+from data.loading import make_loader
 from data.layout import FEATURES, GRAPH, VERSION, Shape, file_hash, write_atomically
 from data.storage import encode, value_ranges
 

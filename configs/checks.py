@@ -12,6 +12,9 @@ def cross_checks(c):
         if c.ddp.static_graph and getattr(c, name).accumulation > 1:
             wrong.append(f"ddp.static_graph=true with {name}.accumulation={getattr(c, name).accumulation}: "
                          "PyTorch loses gradients when both are on; switch one off")
+    if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
+        wrong.append(f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start "
+                     "accumulates gradients, which PyTorch loses then; switch one off")
     if c.ddp.static_graph and c.memory.split > 1:
         wrong.append(f"ddp.static_graph=true with memory.split={c.memory.split}: PyTorch loses gradients")
     if not c.memory.soft < c.memory.high < c.memory.hard or c.memory.gpu_soft_gb > c.memory.gpu_hard_gb:
@@ -26,6 +29,9 @@ def cross_checks(c):
     if c.phase3.fragment_length % c.phase3.sequence_length:
         wrong.append(f"phase3.fragment_length={c.phase3.fragment_length} is no multiple of "
                      f"phase3.sequence_length={c.phase3.sequence_length}")
+    if c.phase3.fragment_length < c.data.future:
+        wrong.append(f"phase3.fragment_length={c.phase3.fragment_length} is shorter than data.future={c.data.future}: "
+                     "no step would have targets")
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         wrong.append(f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                      f"{c.env.horizon_s / c.env.control_interval:g} control steps")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from configs import ConfigError
 from data.layout import FEATURES, GRAPH, DataError, chunk_offset, read_description
@@ -212,38 +212,3 @@ class BlockSampler(Sampler):
     def _cuts(self, count):
         """Where the ranks' shares of a global batch of `count` samples begin and end."""
         return np.rint(np.append(0, np.cumsum(self.weights)) / self.weights.sum() * count).astype(int)
-
-
-class StreamingDataset(IterableDataset):
-    """Micro-batches of sequences fresh from the simulator (phase 3), in a seeded order, several passes.
-
-    `sequences` is a dictionary of tensors with the sequence axis first; memory is that of one epoch's rollout.
-    """
-
-    def __init__(self, sequences, batch_size, passes, seed):
-        self.sequences, self.batch_size, self.passes, self.seed = sequences, batch_size, passes, seed
-        self.count = len(next(iter(sequences.values())))
-
-    def __len__(self):
-        return self.passes * (self.count // self.batch_size)
-
-    def __iter__(self):
-        for p in range(self.passes):
-            order = np.random.default_rng([self.seed, p]).permutation(self.count)
-            for b in range(self.count // self.batch_size):
-                rows = torch.from_numpy(order[b * self.batch_size:(b + 1) * self.batch_size])
-                yield {name: value[rows] for name, value in self.sequences.items()}
-
-
-def make_loader(dataset, sampler, options, pin_memory):
-    """DataLoader with the options of the configuration; `dataset.__getitems__` gives whole batches."""
-    more = {}
-    if options.num_workers:
-        more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers}
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
-                      pin_memory=options.pin_memory and pin_memory, **more)
-
-
-def identity(batch):
-    """Collate function for `__getitems__`, which already returns a batch."""
-    return batch

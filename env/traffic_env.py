@@ -49,15 +49,15 @@ class TrafficEnv(gymnasium.Env):
         self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, n)
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
-        self.driven, self.checked = {}, np.zeros(n, int)  # speed mode of commanded ICVs; bits added to it, by slot
+        self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
         while self.time < self.begin + self.env_cfg.warmup_s - 1e-6:
             self._advance([])
         if self.env_cfg.warmup_s == 0:
             self._observe(first=True)
+        self.observation["fresh"][:] = self.observation["mask"]  # after a warm-up too, all are new to the reader
         self.totals.forget_averages()
-        self.steps = 0
         return self.observation, self._info(0.0)
 
     def step(self, action):
@@ -193,8 +193,8 @@ class TrafficEnv(gymnasium.Env):
         moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
         self.odometer[slots], self.allowed[slots] = odometer, records["allowed"]
         self.speed[slots], self.lane_at[slots] = scene["speed"], self.lane
-        if self.cfg.shield.enabled:  # which knows leaders, but not who comes from the side: there SUMO's check stays on
-            self.checked[slots] = sumo.SAFE_SPEED * near_crossing(self.road, self.lane, scene)
+        if self.cfg.shield.enabled:  # it knows neither who comes from the side nor who has no slot: SUMO's check stays
+            self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
                   "arrived": len(events["arrived"]), "ocr": self.totals.ocr}

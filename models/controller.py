@@ -167,11 +167,11 @@ class Controller(nn.Module):
         mean, lane, gates = self.heads(picked, scene, lanes)
         with torch.no_grad():
             scores0, (mean0, lane0, gates0) = reference.scores(candidates, valid), reference.heads(picked, scene, lanes)
-            open0 = gates0.sigmoid()
-            released, pace = open0.unbind(-1)
+            released, pace = (open0 := gates0.sigmoid()).unbind(-1)
         gate, steady = ((F.binary_cross_entropy_with_logits(x, open0, reduction="none")) for x in (gates, gates0))
         release, speed = (gate - steady).unbind(-1)
-        speed = speed + pace * 0.5 * ((mean - mean0) / reference.log_std.exp()) ** 2
+        wider, there = self.log_std - reference.log_std, (mean - mean0) / self.log_std.exp()
+        speed = speed + pace * (wider + 0.5 * ((-2 * wider).exp() + there ** 2 - 1))
         told = release + (1 - released) * (speed + (lane0.exp() * (lane0 - lane)).sum(-1))
         pick, pick0 = (x.masked_fill(~valid, -1e4).log_softmax(-1) for x in (scores, scores0))
         return (pick0.exp() * (pick0 - pick)).sum(-1) + torch.where(chosen["valid"], told, 0.0).sum(-1)

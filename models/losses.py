@@ -93,7 +93,10 @@ def prediction_errors(out, batch, interval, loss, stage):
 
 
 class PPOLoss(nn.Module):
-    """Phase 2: the clipped surrogate, both value losses and the entropy bonus, on stored features."""
+    """Phase 2: the clipped surrogate, both value losses and the entropy bonus, on stored features.
+
+    In float32 under autocast too, because the rollout decides in float32: the first ratio must be exactly 1.
+    """
 
     def __init__(self, model, ppo):
         super().__init__()
@@ -102,9 +105,16 @@ class PPOLoss(nn.Module):
     def forward(self, batch, count, imitate=False):
         """batch: one of runtime.storage.Minibatches, candidates as rows [R, F] and their `place` [B, C], 0 = none.
         Returns (loss, sums for the log). `imitate`: the batch holds a rule's choices, all of them worth learning."""
+        with torch.autocast(batch["scene"].device.type, enabled=False):
+            return self._loss(batch, count, imitate)
+
+    def _loss(self, batch, count, imitate):
         candidates, place, scene = batch["candidates"].float(), batch["place"], batch["scene"].float()
         scores = self.controller.influence(candidates)[place].masked_fill(place == 0, -torch.inf)
-        chosen = with_runners_up(scores, stored_choice(batch)) if imitate else stored_choice(batch)
+        chosen = stored_choice(batch)
+        if imitate:
+            chosen = with_runners_up(scores, chosen)
+            chosen["valid"] = chosen["valid"] & ~batch["lost"][:, None]  # whose simulator died teaches nothing
         picked = candidates[place.gather(1, chosen["picks"])]
         evaluated = self.controller.evaluate_picked(scores, picked, scene, chosen)
         if not imitate:
@@ -155,7 +165,8 @@ class ConstrainedLoss(nn.Module):
     def counts(batch):
         """What the three parts of the loss are averaged over: control steps, predictions, ICVs with a known future."""
         known = batch["target_valid"]
-        return batch["advantage"].numel(), known.sum(), (known.any(-1) & batch["icv"]).sum()
+        _, horizon = objectives.within_horizon(batch["conflicts"], known)
+        return batch["advantage"].numel(), known.sum(), (horizon[..., -1] & batch["icv"]).sum()
 
     def forward(self, batch, counts):
         """batch: tensors [B, L, ...] of sequences (see train_ddp.make_sequences); counts: global ones of `counts` over
@@ -167,14 +178,20 @@ class ConstrainedLoss(nn.Module):
         flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
         seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
-        evaluated = model.controller.evaluate(seen["candidates"], seen["valid"], seen["scene"], stored_choice(flat))
-        loss, log = ppo_terms(model.controller, evaluated, seen["scene"], flat, self.ppo, count)
-        if self.reference is not None:
-            far = model.controller.divergence(self.reference, seen["candidates"], seen["valid"], seen["scene"],
-                                              stored_choice(flat)).sum() / count
-            loss, log = loss + cfg.anchor * far, {**log, "divergence": far.detach()}
-        ahead = (flat["conflicts"] * flat["target_valid"]).amax(-1).gather(1, seen["slots"])
-        known = flat["target_valid"].any(-1).gather(1, seen["slots"]) & seen["valid"]
+        with torch.autocast(embedding.device.type, enabled=False):  # as PPOLoss
+            loss, log = self._policy_loss(seen, flat, count)
+        ahead, known = (x[..., -1].gather(1, seen["slots"])
+                        for x in objectives.within_horizon(flat["conflicts"], flat["target_valid"]))
+        known = known & seen["valid"]
         risk = objectives.conflict_loss(seen["risk_logit"], ahead, known, risk_count)
         loss = loss + cfg.world_model_weight * aux + cfg.risk_weight * risk
         return loss, {**log, "loss_world_model": aux.detach(), "loss_risk": risk.detach()}
+
+    def _policy_loss(self, seen, flat, count):
+        controller, chosen = self.model.controller, stored_choice(flat)
+        inputs = seen["candidates"].float(), seen["valid"], seen["scene"].float()
+        loss, log = ppo_terms(controller, controller.evaluate(*inputs, chosen), inputs[-1], flat, self.ppo, count)
+        if self.reference is None:
+            return loss, log
+        far = controller.divergence(self.reference, *inputs, chosen).sum() / count
+        return loss + self.cfg.anchor * far, {**log, "divergence": far.detach()}

@@ -56,7 +56,8 @@ class RiskAttention(nn.Module):
     def forward(self, x, neighbours, edge_code, dense):
         """x [B, N, D], neighbours [B, N, k] with N for "none", edge_code [B, N, k, edge_width] -> [B, N, D]."""
         b, n, d = x.shape
-        q, k, v = (t.view(b, n, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        parts = self.qkv(self.norm1(x)).chunk(3, -1)
+        q, k, v = (t.view(b, n, self.heads, d // self.heads).transpose(1, 2) for t in parts)
         bias = self.bias(edge_code).permute(0, 3, 1, 2)  # [B, heads, N, k]
         mixed = (self._dense if dense else self._gather)(q, k, v, bias, neighbours)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, n, d))
@@ -77,8 +78,8 @@ class RiskAttention(nn.Module):
         itself = torch.arange(n, device=q.device).expand(b, n)[..., None]
         where = torch.cat([neighbours, itself], -1)
         none = (where == n)[:, None]
-        pick = where.clamp(max=n - 1).reshape(b, 1, -1, 1).expand(-1, h, -1, d)
-        keys, values = (t.gather(2, pick).view(b, h, n, -1, d) for t in (k, v))
+        pick = where.clamp(max=n - 1).flatten(1)[:, None, :, None].expand(-1, h, -1, d)
+        keys, values = (t.gather(2, pick).view(b, h, *where.shape[1:], d) for t in (k, v))
         logits = (q[..., None, :] * keys).sum(-1) / d ** 0.5 + F.pad(bias, (0, 1))
         weights = logits.float().masked_fill(none, float("-inf")).softmax(-1)
         return (weights.to(values.dtype)[..., None] * values).sum(3)
@@ -112,6 +113,8 @@ class RiskGNN(nn.Module):
         weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
         around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)
         x = self.node(torch.cat([self.normalize(nodes), surround_inputs(surround, speed), around], -1))
+        # With no scene at all (a rank without rows) PyTorch's attention gives its mask no gradient; DDP waits for one.
+        dense = nodes.shape[1] <= self.gather_above and len(nodes) > 0
         for layer in self.layers:
-            x = layer(x, where, code, dense=nodes.shape[1] <= self.gather_above)
+            x = layer(x, where, code, dense)
         return self.norm(x) * mask[..., None]

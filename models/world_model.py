@@ -61,7 +61,7 @@ class WorldModel(nn.Module):
             change = (seen - before) * before.any(-1, keepdim=True)  # none of whoever was not there
             x = x + self.present(seen) + self.change(CHANGE_SCALE * change)
             new.append(F.pad(seen, (0, 2 * self.width - seen.shape[1])))
-            return x.view(*shape, -1), torch.stack(new, 1).view(*shape, len(new), -1)
+            return x.view(*shape, x.shape[1]), torch.stack(new, 1).view(*shape, len(new), 2 * self.width)
 
     def sequence(self, embeddings, state, fresh, checkpointing=False):
         """embeddings [B, T, N, D], state [B, N, ...], fresh [B, T, N] -> memory [B, T, N, width]."""

@@ -146,7 +146,7 @@ class Collector:
             if going:
                 self._set_next_values(going, t, self.pool.arrays)
         for name in ("value", "cost_value"):
-            following = kept[f"next_{name}"][:-1]
+            following = kept.setdefault(f"next_{name}", np.zeros_like(kept[name]))[:-1]  # none when all were lost
             np.copyto(following, kept[name][1:], where=~kept["ended"][:-1])
 
     def _set_next_values(self, envs, t, arrays):

@@ -182,10 +182,15 @@ class Kept:
         self.folder, self.most, self.device = folder, most, device
 
     def add(self, iteration, minibatches):
-        """Keep those of an iteration, and forget the oldest."""
+        """Keep those of an iteration."""
         if self.most:
             minibatches.save(self._path(iteration))
-            self._path(iteration - self.most).unlink(missing_ok=True)
+
+    def trim(self, iteration):
+        """Forget what nobody needs who goes on from a checkpoint before this iteration."""
+        for path in self.folder.glob("*.pt"):
+            if int(path.stem) < iteration - self.most:
+                path.unlink(missing_ok=True)
 
     def before(self, iteration, steps):
         """[Minibatches] of earlier iterations with so many control steps (fewer, when a worker was given up)."""

@@ -2,6 +2,8 @@
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -11,8 +13,9 @@ from data_sets import make_data_set
 
 from configs import ConfigError, load_config
 from data.augment import AugmentedDataset
-from data.dataset import BlockSampler, ChunkedDataset, StreamingDataset, bad_rows, make_loader
+from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError, Shape
+from data.loading import StreamingDataset, make_loader
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -277,6 +280,30 @@ def test_loader_reads_the_batches_of_the_sampler(made, workers):
     for sampler.epoch, sampler.done in ((0, 0), (1, 8)):  # persistent processes must see the change
         read = [batch["moved"][:, 0, 0].tolist() for batch in loader]
         assert read == [rows for _, rows in sampler] != []
+
+
+STOPPED_GROUP = """
+import os, signal, sys
+from configs import load_config
+from data.augment import AugmentedDataset
+from data.dataset import BlockSampler, ChunkedDataset
+from data.loading import make_loader
+from runtime.distributed import StopRequest
+stop, phase1 = StopRequest(), load_config("configs/default.yaml", ["phase1.augment.time_shift=0"]).phase1
+dataset, options = AugmentedDataset(ChunkedDataset(sys.argv[1], "train"), phase1.augment, 1), phase1.loader
+loader = make_loader(dataset, BlockSampler([4, 3, 5, 2, 6], 1, seed=9), options, False)
+for n, batch in enumerate(loader):
+    if n == 1:
+        os.killpg(0, signal.SIGTERM)
+print(n, options.num_workers, stop.asked)
+"""
+
+
+def test_sigterm_to_the_whole_group_leaves_the_reading_processes(made):
+    """torchrun stops its ranks' groups: the loader's processes died of it, and the rank of their death, unsaved."""
+    done = subprocess.run([sys.executable, "-c", STOPPED_GROUP, str(made)], capture_output=True, text=True, timeout=120,
+                          start_new_session=True)
+    assert done.returncode == 0 and done.stdout.split() == ["19", "2", "True"], done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("count, batch", [(12, 4), (12, 5), (3, 3)])

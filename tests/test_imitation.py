@@ -165,6 +165,14 @@ def test_gradient_of_imitation_is_that_of_the_likelihood(small):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_lost_step_teaches_nothing(small):
+    """Nothing was commanded there, so that all were taught to be released."""
+    rollout, ppo = rollout_of(small.controller), config().phase2
+    rollout.fixed["lost"][:], rollout.fixed["pick_valid"][:] = True, False
+    loss, log = PPOLoss(small, ppo)(Minibatches(rollout, train_rl.LEARN, CPU)(np.arange(rollout.steps * E)), 4.0, True)
+    assert log["loss_policy"] == 0 and log["picks"] == 0
+
+
 def test_imitation_learns_the_choices_and_keeps_exploring(small, tmp_path):
     model, cfg = copy.deepcopy(small), config()
     model.freeze("risk_gnn", "world_model", "safety_shield")
@@ -187,6 +195,8 @@ def test_kept_rollouts_come_back_and_the_oldest_go(small, tmp_path):
     for iteration in range(4):
         assert len(kept.before(iteration, steps)) == min(iteration, 2)
         kept.add(iteration, minibatches)
+    assert len(kept.before(2, steps)) == 2  # whoever continues from a checkpoint there finds what was there
+    kept.trim(4)
     assert len(list(tmp_path.rglob("*.pt"))) == 2 and kept.before(4, steps + 1) == []
     rows = np.array([3, 0, 5])
     again, first = kept.before(4, steps)[0](rows), minibatches(rows)

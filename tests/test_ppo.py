@@ -48,7 +48,7 @@ def rollout_of(controller, folder=None, spill_mb=0, seed=0):
         rollout.put(t, list(range(E)), {
             "scene": number(controller.scene_features).astype(np.float16), "picks": picks, "pick_valid": valid,
             "u": number(K), "lane": np.ones((E, K), int), "release": number(K) > 0, "pace": number(K) > 0,
-            "log_prob": number(K) - 3,
+            "log_prob": number(K) - 3, "lost": np.zeros(E, bool),
             **{name: number() for name in ("advantage", "return", "cost_return", "reward", "cost", "price")}})
     return rollout
 
@@ -115,6 +115,16 @@ def test_rank_without_a_step_of_a_minibatch_takes_part(small):
     loss.backward()
     assert loss == 0 and not any(log.values())
     assert all((p.grad == 0).all() for p in model.controller.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_autocast_does_not_change_the_loss(small, kind):
+    """The rollout decides in float32: with bf16 in the update, KL was 0.1 before the first step."""
+    batch = Minibatches(rollout_of(small.controller), train_rl.LEARN, CPU)(np.arange(T * E))
+    module = PPOLoss(small, config().phase2)
+    expected, log = module(batch, 5.0)
+    with torch.autocast("cpu", kind):
+        assert module(batch, 5.0)[0] == expected and module(batch, 5.0)[1]["kl"] == log["kl"]
 
 
 # ---- update ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ environment, episode and step they are, so that anything lost, doubled, late or 
 """
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,6 +251,14 @@ def test_noise_differs_between_runs_phases_and_iterations(change):
 
 
 # ---- hand-over ---------------------------------------------------------------------------------------------------
+
+def test_a_rollout_in_which_nobody_was_followed_has_following_values():
+    """All environments lost in the last step, and no episode that ended before: KeyError instead of a lost fragment."""
+    fixed = {"ended": np.array([[False, False], [True, True]]), "value": np.array([[1.0, 2.0], [3.0, 4.0]]),
+             "cost_value": np.ones((2, 2))}
+    Collector._bootstrap(SimpleNamespace(rollout=SimpleNamespace(fixed=fixed), groups=[[0], [1]]), 1)
+    assert fixed["next_value"].tolist() == [[3, 4], [0, 0]] and fixed["next_cost_value"].shape == (2, 2)
+
 
 @pytest.mark.parametrize("groups, turns, processors", [
     ([[0, 2], [1, 3]], 2, 2), ([[0, 1, 2, 3]], 2, 5), ([[0, 1, 2, 3]], 1, 4), ([[0], [1], [2], [3]], 4, 8)])

@@ -116,20 +116,36 @@ def test_checkpointing_saves_activation_memory(preset):
     assert saving < 0.7 * plain
 
 
+def sequences(horizon):
+    """A batch of phase 1, [2, 3 steps, 8 vehicles]."""
+    batch, g = {}, torch.Generator().manual_seed(0)
+    for t in range(3):
+        for name, x in scene(6, 8, t).items():
+            batch.setdefault(name, []).append(x)
+    batch = {name: torch.stack(x, 1) for name, x in batch.items()}
+    return {**batch, "fresh": torch.rand(2, 3, 8, generator=g) < 0.2, "speed": batch["nodes"][..., 2],
+            "states": torch.rand(2, 3, 8, horizon, 2, generator=g), "conflicts": torch.zeros(2, 3, 8, horizon),
+            "target_valid": batch["mask"][..., None].expand(-1, -1, -1, horizon)}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("gather_above", [512, 2])
+def test_a_rank_without_rows_in_the_last_batch_has_gradients_of_zero(small, gather_above, checkpointing):
+    """More ranks than rows are left: its attention could not reshape nothing, and all ranks ended with it."""
+    model = copy.deepcopy(small)
+    model.risk_gnn.gather_above = gather_above
+    batch = {name: x[:0] for name, x in sequences(small.world_model.horizon).items()}
+    loss, _ = WorldModelLoss(model, 2, checkpointing)(batch, 10.0)
+    loss.backward()
+    gradients = [p.grad for part in (model.risk_gnn, model.world_model) for p in part.parameters()]
+    assert loss == 0 and all(g is not None and not g.any() for g in gradients)
+
+
 def test_checkpointing_changes_no_gradient_of_the_whole_loss(small):
     gradients = []
     for on in (False, True):
         model = copy.deepcopy(small)
-        batch, g = {}, torch.Generator().manual_seed(0)
-        for t in range(3):
-            for name, x in scene(6, 8, t).items():
-                batch.setdefault(name, []).append(x)
-        batch = {name: torch.stack(x, 1) for name, x in batch.items()}
-        h = small.world_model.horizon
-        batch.update(fresh=torch.rand(2, 3, 8, generator=g) < 0.2, speed=batch["nodes"][..., 2],
-                     states=torch.rand(2, 3, 8, h, 2, generator=g), conflicts=torch.zeros(2, 3, 8, h),
-                     target_valid=batch["mask"][..., None].expand(-1, -1, -1, h))
-        loss, _ = WorldModelLoss(model, 2, on)(batch, 10.0)
+        loss, _ = WorldModelLoss(model, 2, on)(sequences(small.world_model.horizon), 10.0)
         loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 30
