@@ -291,4 +291,4 @@ def show(cfg, controller, seed, models, folder, options):
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
+    sys.exit(run_script(main, USER_ERRORS, (WorkerError,)))

@@ -35,7 +35,7 @@ from models import objectives
 from models.losses import ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
 from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
-from runtime.checkpoint import CheckpointError
+from runtime.checkpoint import CheckpointError, SaveError
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
@@ -46,7 +46,7 @@ from runtime.training import (Progress, compile_gnn, episode_facts, first_weight
                               reduce_on_plateau, rescale_values, run_folder, same_number, save_config,
                               set_learning_rate, share_of_workers, to_device)
 
-USER_ERRORS = (ConfigError, DataError, SumoError, CheckpointError)
+USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError)
 
 
 def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
@@ -90,10 +90,9 @@ def phase1(cfg, team, guard):
                         f"ranks x {p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
     team.say(f"phase 1: {len(train)} training and {len(held_out)} held-out samples; global batch {team.world} ranks x "
              f"{p.batch_size} x accumulation {p.accumulation} = {team.world * p.batch_size * p.accumulation}")
-    model = TrafficModel(cfg)
+    model = TrafficModel(cfg).to(team.device)
     model.set_statistics(train.statistics)
     model.freeze("controller", "safety_shield")
-    model.to(team.device)
     team.say(model.describe())
     compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     precision = Precision(p.amp, team.device, team.any)
@@ -200,10 +199,9 @@ def phase3(cfg, team, guard):
     """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
     p, r, folder = cfg.phase3, cfg.rollout, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
-    model = TrafficModel(cfg)
+    model = TrafficModel(cfg).to(team.device)
     first_weights(model, cfg, folder, (2, 1), team.say)
     model.freeze("risk_gnn")
-    model.to(team.device)
     team.say(model.describe())
     compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
@@ -321,11 +319,12 @@ def add_options(parser):
 
 
 def try_batches(cfg, team, budget_gb):
-    """Find phase1.batch_size for the second, larger stage."""
+    """Find phase1.batch_size for the second, larger stage. Ranks do not meet in a step: one that runs out of memory
+    must not leave the others waiting."""
     p, model = cfg.phase1, TrafficModel(cfg).to(team.device)
     model.freeze("controller", "safety_shield")
-    optimizer, precision = torch.optim.AdamW(model.parameters()), Precision(p.amp, team.device, team.any)
-    module = wrap(WorldModelLoss(model, 2, p.checkpointing), team, cfg.ddp)
+    optimizer, precision = torch.optim.AdamW(model.parameters()), Precision(p.amp, team.device)
+    module = WorldModelLoss(model, 2, p.checkpointing)
     step = lambda batch: optimiser_step(module, [(batch, 1e3)], optimizer, precision, p.clip_norm)  # noqa: E731
     find_batch_size(cfg, team, step, budget_gb)
 
@@ -348,4 +347,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
+    sys.exit(run_script(main, USER_ERRORS, TROUBLES))

@@ -22,7 +22,7 @@ from configs import ConfigError
 from configs.command_line import parse
 from env.baselines import make_baseline
 from env.traffic_env import check_scenario
-from env.workers import WorkerError, make_pool
+from env.workers import make_pool
 from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
@@ -36,7 +36,7 @@ from runtime.rollout import Collector
 from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
                               save_config, set_learning_rate, share_of_workers)
-from train_ddp import USER_ERRORS, advantages, optimiser_step
+from train_ddp import TROUBLES, USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
          "cost_return", "price", "lost")
@@ -259,4 +259,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, (*USER_ERRORS, SpillError, WorkerError)))
+    sys.exit(run_script(main, USER_ERRORS, (*TROUBLES, SpillError)))

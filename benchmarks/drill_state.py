@@ -128,7 +128,7 @@ def full_while_training(place, disk):
     fill(disk, 0)
     done = place.end(run)
     saved = place.checkpoint(1)["epoch"]
-    promise(done.code == 2 and "Traceback" not in done.text and "error:" in done.text, done.text[-500:])
+    promise(done.code == 1 and "Traceback" not in done.text and "error:" in done.text, done.text[-500:])
     left = [p.name for p in place.results.rglob(".*") if p.name != ".lock"]
     promise(not left and "DAMAGED" not in done.text, f"left: {left}")
     (disk / "balloon").unlink()

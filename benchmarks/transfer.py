@@ -147,4 +147,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, (*USER_ERRORS, WorkerError)))
+    sys.exit(run_script(main, USER_ERRORS, (WorkerError,)))

@@ -9,15 +9,15 @@ import torch
 OUT_OF_MEMORY = 4  # exit code
 
 
-def run_script(main, user_errors):
-    """Exit code of `main()`: mistakes of the user become one message and 2, want of memory a traceback and 4; all
-    else is a traceback and 1."""
+def run_script(main, user_errors, troubles=()):
+    """Exit code of `main()`: mistakes of the user become one message and 2, `troubles` (which another try may survive)
+    one message and 1, want of memory a traceback and 4; all else is a traceback and 1."""
     try:
         return note(main() or 0)
-    except user_errors as error:
+    except (*troubles, *user_errors) as error:
         if first_to_speak():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return note(2)
+        return 1 if isinstance(error, troubles) else note(2)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
             raise
@@ -30,9 +30,11 @@ def run_script(main, user_errors):
 
 
 def note(code):
-    """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure."""
-    if code and "EXIT_CODE_FILE" in os.environ:
-        Path(os.environ["EXIT_CODE_FILE"]).write_text(str(code))
+    """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure, and a stop is
+    none to it. Of several ranks, one that has something to say is not overwritten."""
+    path = Path(os.environ.get("EXIT_CODE_FILE", os.devnull))
+    if code or not path.exists():
+        path.write_text(str(code))
     return code
 
 

@@ -66,6 +66,15 @@ def test_exit_code_of_a_step_is_its_own_word_or_the_kernels(monkeypatch, program
     assert coordinator.run_step("phase1", [sys.executable, "-c", program], 1, stop) == expected
 
 
+@pytest.mark.parametrize("asked, said, expected", [(True, 0, 0), (False, 0, 1), (True, None, 1), (True, 2, 2)])
+def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, tmp_path, asked, said, expected):
+    """torchrun ends with 1 after any signal; a crash of a rank that had been asked to stop looks the same."""
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
+    words = "" if said is None else f"from runtime.ending import note; note({said}); "
+    stop = SimpleNamespace(asked=asked, child=None)
+    assert coordinator.run_step("phase1", [sys.executable, "-c", words + "raise SystemExit(1)"], 1, stop) == expected
+
+
 def test_guards_stop_is_passed_on_and_continued(steps):
     everything = list(coordinator.STEPS)
     assert steps(codes=[0, 0, 0, 3]) == (3, everything[:4])
@@ -92,6 +101,7 @@ def test_second_signal_is_no_clean_stop(steps, capsys):
     """It said "everything is saved" and ended with 0, though the step had been killed."""
     assert steps(stop_in="phase1", twice=True, codes=[0, 0, -9]) == (130, ["collect", "preprocess", "phase1"])
     assert "everything is saved" not in capsys.readouterr().out
+    assert steps(stop_in="phase1", codes=[1])[0] == 1 and "everything is saved" not in capsys.readouterr().out
     assert steps(stop_in="phase1")[0] == 0 and "everything is saved" in capsys.readouterr().out
 
 

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import coordinator
+import train_ddp
 from configs import Config, ConfigError, load_config
-from env.workers import make_pool
+from env.workers import WorkerError, make_pool
 from models.policy import Driver
 from runtime import checkpoint, guard as guard_module
+from runtime.checkpoint import CheckpointError, SaveError
 from runtime.distributed import Team
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard, next_level, split, table
@@ -283,6 +285,18 @@ def test_want_of_memory_has_its_own_exit_code(tmp_path, monkeypatch, capsys, err
     assert "memory.split=2" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="another"):
         run_script(lambda: main(RuntimeError("another")), (ConfigError,))
+
+
+@pytest.mark.parametrize("error, code", [(CheckpointError("no"), 2), (SaveError("no"), 1), (WorkerError("no"), 1)])
+def test_what_another_try_may_survive_is_no_bad_input(tmp_path, monkeypatch, capsys, error, code):
+    """A lost worker and a full disk ended with 2, which the coordinator does not try again."""
+    monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "code"))
+
+    def main():
+        raise error
+    assert run_script(main, train_ddp.USER_ERRORS, train_ddp.TROUBLES) == code and (tmp_path / "code").exists() == (
+        code == 2)
+    assert capsys.readouterr().err == "error: no\n"
 
 
 OUT_OF_MEMORY_ONCE = """
