@@ -80,7 +80,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
 def phase1(cfg, team, guard):
     """Train risk GNN and world model; controller and shield stay frozen."""
     p, folder = cfg.phase1, run_folder(cfg, team)
-    data, options = open_data(cfg, team), (cfg.data.open_chunks, cfg.data.cache_mb, cfg.data.cache_timeout_s)
+    data, options = open_data(cfg, team, guard), (cfg.data.open_chunks, cfg.data.cache_mb, cfg.data.cache_timeout_s)
     train, held_out = (ChunkedDataset(data, split, *options) for split in ("train", "held_out"))
     sampler = BlockSampler(train.sizes, p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last,
                            cfg.data.open_chunks, p.loader.rank_weights)

@@ -68,8 +68,9 @@ def chunk_names(job, per_chunk):
     return [f"chunk_{job.episode:03d}_{part}.json" for part in range(-(-job.samples // per_chunk))]
 
 
-def collect(cfg, report=print):
-    """Write every missing chunk of the plan and then metadata.json. Returns the raw folder."""
+def collect(cfg, report=print, meanwhile=lambda: None):
+    """Write every missing chunk of the plan and then metadata.json. Returns the raw folder. `meanwhile` is called after
+    every episode; what it raises ends the collection."""
     folder = Path(cfg.data.folder) / "raw"
     for name in scenarios(cfg):
         try:
@@ -82,13 +83,13 @@ def collect(cfg, report=print):
         todo = [job for job in plan if not all((folder / name).exists()
                                                for name in chunk_names(job, cfg.data.samples_per_chunk))]
         report(f"collect: {len(plan)} episodes, {len(plan) - len(todo)} already there, {cfg.data.processes} processes")
-        run_episodes(cfg, todo, folder)
+        run_episodes(cfg, todo, folder, meanwhile)
         if not (folder / "metadata.json").exists():  # never anew: its hashes are what damage is measured against
             _write_metadata(cfg, folder, plan)
     return folder
 
 
-def run_episodes(cfg, jobs, folder):
+def run_episodes(cfg, jobs, folder, meanwhile):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
@@ -99,6 +100,7 @@ def run_episodes(cfg, jobs, folder):
                 samples, job = future.result(), futures[future]
                 console.progress("collect: episode", done, len(jobs), f"{samples} samples of {job.scenario}, "
                                  f"{job.controller}, demand x{job.demand_scale}")
+                meanwhile()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -116,12 +118,7 @@ def collect_episode(cfg, job, folder):
     cfg = of_scenario(cfg, job.scenario)
     cfg.env.demand_scale *= job.demand_scale
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31
-    env, rng = make_env(cfg, os.path.join(folder, "scenario")), np.random.default_rng([job.seed, job.episode])
-    try:
-        samples = list(_samples(env, cfg.data, make_baseline(job.controller, cfg), job, rng))
-    finally:
-        env.close()
-    size = cfg.data.samples_per_chunk
+    samples, size = _simulate(cfg, job, os.path.join(folder, "scenario")), cfg.data.samples_per_chunk
     for part, name in enumerate(chunk_names(job, size)):
         batch = samples[part * size:(part + 1) * size]
         texts = [json.dumps(sample) for sample in batch]
@@ -129,6 +126,20 @@ def collect_episode(cfg, job, folder):
         head = json.dumps({**head, "hashes": [content_hash(sample) for sample in batch]})
         write_atomically(Path(folder) / name, head[:-1] + ', "samples": [' + ",\n".join(texts) + "]}")
     return len(samples)
+
+
+def _simulate(cfg, job, folder):
+    """An episode's samples. A simulator that dies or freezes begins it again, `rollout.restarts` times."""
+    for again in range(cfg.rollout.restarts, -1, -1):
+        env, rng = make_env(cfg, folder), np.random.default_rng([job.seed, job.episode])
+        try:
+            return list(_samples(env, cfg.data, make_baseline(job.controller, cfg), job, rng))
+        except SumoError as error:
+            if not again:
+                raise
+            console.say(f"NOTE: episode {job.episode}: {error}; it begins again")
+        finally:
+            env.close()
 
 
 def content_hash(sample):
@@ -221,7 +232,8 @@ def _write_metadata(cfg, folder, plan):
 def _start_worker(parent):
     import signal
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may come to the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main():

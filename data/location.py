@@ -14,15 +14,11 @@ from data.layout import DataError, processed_folder
 MEMORY = "/dev/shm"
 
 
-def open_data(cfg, team):
+def open_data(cfg, team, guard=None):
     """The folder to read graphs from, on every rank. The first rank collects and preprocesses what is missing; with
-    `data.tmpfs` one rank of each machine copies the graphs to memory."""
-    from data.collect import collect
-    from data.preprocess import preprocess
-    if team.is_main:
-        collect(cfg)
-        preprocess(cfg)
-    team.barrier()
+    `data.tmpfs` one rank of each machine copies the graphs to memory. When `guard` (runtime.guard) stops the ranks
+    meanwhile, SystemExit."""
+    prepare(cfg, team, guard)
     raw = Path(cfg.data.folder) / "raw" / "metadata.json"
     seen = team.gather((socket.gethostname(), raw.exists()))
     if blind := sorted({host for host, sees in seen if not sees}):
@@ -38,6 +34,23 @@ def open_data(cfg, team):
     folder = next(Path(path) for host, path in copies if path and host == socket.gethostname())
     team.say(f"data.tmpfs: reading a copy of the graphs in {folder}")
     return folder
+
+
+def prepare(cfg, team, guard):
+    """Collect and preprocess on the first rank. The ranks meet after every episode and every chunk, so that none waits
+    longer than collectives may and a stop is heard by all."""
+    from data.collect import collect
+    from data.preprocess import preprocess
+
+    def meet(done=False):
+        if guard is not None and guard.must_stop():
+            raise SystemExit(guard.leave("while the data were prepared: what was finished is there"))
+        return team.any(done)
+    if team.is_main:
+        collect(cfg, meanwhile=meet)
+        preprocess(cfg, meanwhile=meet)
+    while not meet(done=team.is_main):
+        pass
 
 
 def on_windows_drive(path):

@@ -21,8 +21,9 @@ from data.records import build_record
 from data.storage import encode, features, largest_error, value_ranges
 
 
-def preprocess(cfg, report=print):
-    """Build this configuration's graphs from raw/; returns their folder. DataError names a missing or damaged file."""
+def preprocess(cfg, report=print, meanwhile=lambda: None):
+    """Build this configuration's graphs from raw/; returns their folder. DataError names a missing or damaged file.
+    `meanwhile` is called after every raw chunk; what it raises ends the work, to be continued."""
     raw = Path(cfg.data.folder) / "raw"
     with only_writer(cfg.data.folder, report):
         meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
@@ -31,7 +32,7 @@ def preprocess(cfg, report=print):
         if is_complete(out):
             report(f"preprocess: {out} is complete")
         else:
-            build(cfg, meta, out, report)
+            build(cfg, meta, out, report, meanwhile)
         (out / "progress.json").unlink(missing_ok=True)
         mark_used(out)
         make_room(out, cfg.data.disk_gb, report)
@@ -46,12 +47,12 @@ def is_complete(out):
     return all((out / c["file"]).exists() for c in chunks)
 
 
-def build(cfg, meta, out, report):
+def build(cfg, meta, out, report, meanwhile):
     """Write all files of a processed data set that are not there yet."""
     raw, shape = Path(cfg.data.folder) / "raw", Shape.of(cfg)
     out.mkdir(parents=True, exist_ok=True)
     plan = destinations(meta, cfg.data.samples_per_chunk, traffic_seed(cfg))
-    _fill_chunks(cfg, raw, out, meta, plan, shape)
+    _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile)
     ranges = _ranges(out, plan) if shape.storage == "int8" else None
     chunks = [_finish_chunk(out, name, plan, shape, ranges) for name in plan["sizes"]]
     statistics = compute_statistics(out, [c for c in chunks if c["split"] == "train"], ranges)
@@ -95,7 +96,7 @@ def destinations(meta, per_chunk, seed):
     return {"rows": rows, "sizes": sizes, "splits": splits, "duplicates": duplicates}
 
 
-def _fill_chunks(cfg, raw, out, meta, plan, shape):
+def _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile):
     """Build the records of every raw chunk that progress.json does not list yet into half-built float16 chunks."""
     progress, dtype = out / "progress.json", shape._replace(storage="float16").frame()
     done = read_json(progress, "a list of chunks") if progress.exists() else []
@@ -126,6 +127,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape):
         done.append(chunk["file"])
         write_atomically(progress, json.dumps(done))
         console.progress("preprocess: raw chunk", number, len(meta["chunks"]), always=number == len(meta["chunks"]))
+        meanwhile()
 
 
 def _raw_samples(raw, chunk):

@@ -24,6 +24,8 @@ def run_script(main, user_errors, troubles=()):
         traceback.print_exc()
         print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
         return note(OUT_OF_MEMORY)
+    except SystemExit as end:  # before the first step
+        return note(end.code or 0)
     except KeyboardInterrupt:
         print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
         return 130

@@ -4,16 +4,23 @@ One tiny collection (30 samples of 4 episodes) serves all tests that need record
 """
 import json
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 
 from configs import load_config
-from data.collect import FIELDS, HEAD, _write_metadata, chunk_names, collect, content_hash, cut_regions, episode_plan
+from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, collect_episode, content_hash,
+                          cut_regions, episode_plan)
 from data.layout import DataError, Shape, file_hash, read_json
+from data.location import open_data
 from data.preprocess import preprocess
 from env.graph import SCENE
+from env.launch import SumoError
+from env.traffic_env import make_env
+from runtime.distributed import Team
 
 EPISODES = 4
 
@@ -64,6 +71,46 @@ def test_removed_chunk_is_collected_again_alike(copy):
     (copy / "raw" / "metadata.json").unlink()
     collect(config(copy, "data.processes=1", "env.call_timeout_s=60"), silent)
     assert hashes(copy / "raw", "*.json") == before
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_episode_whose_simulator_dies_begins_again(copy, monkeypatch, restarts):
+    """One SUMO that died ended the whole pipeline as "bad input"."""
+    cfg, began, before = config(copy, f"rollout.restarts={restarts}"), [], hashes(copy / "raw", "chunk_000_*.json")
+
+    def doomed(*arguments):
+        env = make_env(*arguments)
+        observe = env._observe
+
+        def dying(*more, **named):
+            if env.time == 20 and len(began) == 1:
+                env.simulator.process.kill()
+            return observe(*more, **named)
+        began.append(env)
+        env._observe = dying
+        return env
+    monkeypatch.setattr("data.collect.make_env", doomed)
+    if not restarts:
+        with pytest.raises(SumoError, match="exit code -9"):
+            collect_episode(cfg, episode_plan(cfg)[0], copy / "raw")
+        return
+    assert collect_episode(cfg, episode_plan(cfg)[0], copy / "raw") == 8 and len(began) == 2
+    assert hashes(copy / "raw", "chunk_000_*.json") == before
+
+
+def test_stop_while_collecting_keeps_finished_episodes(tmp_path):
+    """Phase 1 without data collects first, and did not hear a stop before all of it was done."""
+    cfg, asked = config(tmp_path, "data.processes=1"), []
+
+    def must_stop():
+        asked.append(len(list((tmp_path / "raw").glob("chunk_*"))))
+        return len(asked) == 2
+    guard = SimpleNamespace(must_stop=must_stop, leave=lambda where: 0)
+    with pytest.raises(SystemExit) as end:
+        open_data(cfg, Team(0, 1, 0, 1, torch.device("cpu")), guard)
+    kept = len(list((tmp_path / "raw").glob("chunk_*")))
+    assert end.value.code == 0 and len(asked) == 2 and asked[0] == 2 and 4 <= kept < 8
+    assert not (tmp_path / "raw/metadata.json").exists()
 
 
 @pytest.mark.parametrize("key, value, name", [
