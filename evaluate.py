@@ -151,7 +151,7 @@ def find_checkpoint(path):
         if state is None and (path / "manifest.json").exists():
             state, folder = checkpoint.load_step(path), path
         if state is not None:
-            if not isinstance(state, dict) or not isinstance(state.get("config"), dict):
+            if not isinstance(state.get("config"), dict):
                 raise checkpoint.CheckpointError(f"{folder}: not a checkpoint of this program (no configuration)")
             return state, folder
     raise checkpoint.CheckpointError(f"{path}: no checkpoint there; expected a run folder, phaseN in it, or a step")
@@ -161,7 +161,7 @@ def load_policy(state, folder):
     """The model as its own checkpoint describes it, whatever the configuration of this evaluation says."""
     trained = from_dict(state["config"], f"{folder}: config")
     model = TrafficModel(trained)
-    checkpoint.load_weights(model, state["weights"], schema(trained), folder)
+    checkpoint.load_weights(model, state.get("weights"), schema(trained), folder)
     return model.eval(), trained
 
 
@@ -235,14 +235,14 @@ def settings(options):
             if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
-        print(f"policy: {folder} (epoch {state['epoch']})\n{models['policy'].describe()}")
+        print(f"policy: {folder} (epoch {state.get('epoch')})\n{models['policy'].describe()}")
     return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, models
 
 
 def main():
     options = parse(__doc__, add=add_options, load=False)
-    check_output(options)
     configs, controllers, seeds, models = settings(options)
+    check_output(options)
     rows, log, known = [], [], []
     for name, cfg in configs.items():
         folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
@@ -272,7 +272,18 @@ def to_record(summary):
 
 
 def check_output(options):
-    """ConfigError or SumoError for what this machine cannot show, before anything is simulated."""
+    """ConfigError or SumoError for what this machine cannot show or write, before anything is simulated."""
+    if options.sweep and options.tracks:
+        raise ConfigError("command line: --tracks with --sweep: which of its settings? Name one as section.key=value")
+    for path in map(Path, filter(None, (options.out, options.tracks, options.animate))):
+        new = not path.exists()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"command line: {path} cannot be written: {error.strerror}; name another file") from None
+        if new:
+            path.unlink()
     if options.animate:
         animation.check(options.animate)
     if options.gui:

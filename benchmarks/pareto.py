@@ -95,6 +95,8 @@ def main():
     cfg = load_config(config, options.overrides)
     seeds = parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds
     limits = parse_limits(options.limits)
+    if options.cap and min(limits.values()) <= 0:
+        raise ConfigError(f"command line: --limits {options.limits} with --cap: a cap is above 0")
     wanted = {name: [f"phase3.limit_end={limit}", f"phase3.limit_start={limit}"] for name, limit in limits.items()}
     if options.price is not None:
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",

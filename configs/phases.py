@@ -97,7 +97,7 @@ class PPOConfig:
     train_batch_size: int = opt(4000, "environment steps per iteration over all ranks, rounded up to fragments", low=1)
     minibatch_size: int = opt(128, "environment steps per optimiser step over all ranks", low=1)
     epochs: int = opt(10, "passes over each batch", low=1)
-    fragment_length: int = opt(200, "control steps between two bootstraps", low=1)
+    fragment_length: int = opt(200, "an iteration's control steps per environment are a multiple of it", low=1)
     gamma: float = opt(0.99, "discount per control step", low=0, high=1)
     gae_lambda: float = opt(0.95, "GAE lambda", low=0, high=1)
     clip: float = opt(0.2, "PPO clip of each pick's ratio", low=0)

@@ -19,6 +19,9 @@ import torch
 FORMAT = 1
 
 
+_told = set()  # folders of which was said that older checkpoints go
+
+
 class CheckpointError(Exception):
     """No usable checkpoint, or one of another model; the message names the file."""
 
@@ -28,7 +31,8 @@ class SaveError(CheckpointError):
 
 
 def save(folder, step, state, keep_last=3, best=False):
-    """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`.
+    """Write `state` (nested dictionaries of tensors and plain values) as the checkpoint of `step`, and remove what is
+    older than the last `keep_last` but for the best, saying so the first time.
 
     SaveError when the disk is full or cannot be written to: nothing half-written is left, and older ones stay."""
     folder = Path(folder)
@@ -104,9 +108,12 @@ def load_step(step, device="cpu"):
     if not path.exists() or path.stat().st_size != size or _hash(path) != digest:
         raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest; take another step folder")
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a hostile or foreign file
         raise CheckpointError(f"{path}: refused: {' '.join(str(error).split())[:300]}") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: refused: holds a {type(state).__name__}, not the state of a run")
+    return state
 
 
 def load_weights(model, weights, schema, source):
@@ -114,7 +121,7 @@ def load_weights(model, weights, schema, source):
 
     `schema` are the feature names and sizes this program works with; they must equal the checkpoint's.
     """
-    if not isinstance(weights, dict) or not {"schema", "model"} <= set(weights):
+    if not isinstance(weights, dict) or not all(isinstance(weights.get(key), dict) for key in ("schema", "model")):
         raise CheckpointError(f"{source}: not a checkpoint of this program (no weights with a schema)")
     theirs = weights["schema"]
     problems = [f"{key}: checkpoint {theirs.get(key)!r}, here {value!r}" for key, value in schema.items()
@@ -181,9 +188,13 @@ def _prune(folder, keep_last):
     """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers."""
     steps = _steps(folder)
     best = (folder / "best").read_text().strip() if (folder / "best").exists() else ""
-    for old in [*steps[:-keep_last], *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
-        if old.name != best:
-            shutil.rmtree(old, ignore_errors=True)
+    older = [old for old in steps[:-keep_last] if old.name != best]
+    for old in [*older, *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
+        shutil.rmtree(old, ignore_errors=True)
+    if older and folder not in _told:
+        _told.add(folder)
+        print(f"{folder}: the last {keep_last} checkpoints and the best are kept, older ones removed from now on",
+              flush=True)
 
 
 def _hash(path):

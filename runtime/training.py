@@ -68,7 +68,7 @@ def first_weights(model, cfg, folder, phases, say):
         state = checkpoint.load(folder / f"phase{phase}", "best" if phase == 1 else "latest")
         if state is not None:
             checkpoint.load_weights(model, state.get("weights"), schema(cfg), folder / f"phase{phase}")
-            say(f"weights: {folder / f'phase{phase}'} (epoch {state['epoch']})")
+            say(f"weights: {folder / f'phase{phase}'} (epoch {state.get('epoch')})")
             return
     say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
 

@@ -72,10 +72,12 @@ def test_random_states_continue_after_a_round_trip(tmp_path):
         assert draws() == expected
 
 
-def test_pruning_keeps_the_last_and_the_best(tmp_path):
+def test_pruning_keeps_the_last_and_the_best(tmp_path, capsys):
     for step in range(1, 8):
         checkpoint.save(tmp_path, step, state_of(step), keep_last=2, best=step == 2)
     assert names(tmp_path) == ["best", "latest", "step_000002", "step_000006", "step_000007"]
+    told, = capsys.readouterr().out.splitlines()  # once
+    assert told.startswith(f"{tmp_path}: the last 2 checkpoints and the best are kept, older ones removed")
     assert step_in(tmp_path, "best") == 2 and step_in(tmp_path) == 7
 
 
@@ -181,6 +183,13 @@ def test_hostile_pickle_is_refused_and_not_run(tmp_path, capsys):
     (tmp_path / "proof").unlink()
     assert step_in(tmp_path) == 1 and "refused" in capsys.readouterr().out
     assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("weights", [None, [], {"schema": "text", "model": {}}, {"schema": {}, "model": [1]}])
+def test_weights_of_other_kinds_are_refused(weights):
+    """A checkpoint with a right checksum and a text for its schema ended in a traceback."""
+    with pytest.raises(checkpoint.CheckpointError, match="runs/x: not a checkpoint of this program"):
+        checkpoint.load_weights(torch.nn.Linear(2, 3), weights, {}, "runs/x")
 
 
 def test_leftovers_of_a_crash_are_ignored_and_cleaned(saved):

@@ -188,6 +188,7 @@ CASES = [
      ["step_", "format 99", "expected"]),
     ("differs from the manifest", lambda t, m, r: saved(t, state=lambda data: data[:-1]),
      ["state.pt", "SHA-256", "another step"]),
+    ("refused: holds a", lambda t, m, r: checkpoint.load_step(checkpoint.save(t, 1, [1])), ["state.pt", "list"]),
     ("not a checkpoint of this program", lambda t, m, r: checkpoint.load_weights(None, {}, {}, "runs/x"),
      ["runs/x", "no weights with a schema"]),
     ("does not fit this model", lambda t, m, r: checkpoint.load_weights(
@@ -201,6 +202,11 @@ CASES = [
      ["--seeds", "1-3,2", "1001-1010"]),
     ("controllers: unknown", lambda t, m, r: evaluation("--controllers", "none,nobody"),
      ["nobody", "lane_advice", "policy"]),
+    ("--tracks with --sweep", lambda t, m, r: evaluate.check_output(
+        SimpleNamespace(sweep="a=1,2", tracks="x.npz", out=None, animate=None, gui=False)), ["--tracks", "--sweep"]),
+    ("cannot be written: {error", lambda t, m, r: evaluate.check_output(SimpleNamespace(
+        sweep=None, tracks=None, out=_written(t / "file", "") / "scores.json", animate=None, gui=False)),
+     ["file/scores.json", "File exists", "name another file"]),
     ("`policy` needs --checkpoint", lambda t, m, r: evaluation("--controllers", "policy"),
      ["policy", "--checkpoint RUN"]),
     ("no checkpoint there; expected", lambda t, m, r: evaluation("--checkpoint", str(t)),
