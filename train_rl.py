@@ -91,7 +91,7 @@ def phase2(cfg, team, guard):
                 best = not ruled and summary["reward"] > -c["best"]  # counters keep the lowest of -reward
                 c["best"] = -summary["reward"] if best else c["best"]
                 progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
-                kept.trim(c["epoch"] if not progress.failures else 0)
+                kept.trim(0 if team.any(progress.failures) else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
             if boundary and c["epoch"] >= taught:
