@@ -160,6 +160,7 @@ def load_state(path, cfg):
         if done:
             print("the configuration has changed: every step is run again and continues what it finds")
         done, parts = {}, {}
+        state.pop("repeating", None)
     return {**state, "configuration": digest, "steps": done, "parts": parts}
 
 
@@ -231,13 +232,14 @@ def pipeline(options, stop):
             print(f"\nstopped in {step}; {saved} saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:
-            print(f"\n{step} failed with exit code {code}; {console.again()} here", file=sys.stderr)
+            print(f"\n{step} failed with exit code {code}; {console.again()}", file=sys.stderr)
             return code
     state.pop("repeating", None)
     save_state(folder, state)
     print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
                            for step, facts in state["steps"].items()))
-    print(f"done in {time.time() - begun:.0f} s: {folder / 'evaluation.json'}, {folder / 'report.html'}")
+    results = [str(path) for path in (folder / "evaluation.json", folder / "report.html") if path.exists()]
+    print(f"done in {time.time() - begun:.0f} s{': ' if results else ''}{', '.join(results)}")
     return 0
 
 

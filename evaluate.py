@@ -24,6 +24,7 @@ import torch
 from configs import ConfigError, console, from_dict, load_config
 from configs.command_line import parse
 from controllers import CONTROLLERS, SHIELD_LOG, Audit, make_controller
+from data.layout import write_atomically
 from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
@@ -134,7 +135,7 @@ def write(path, scenario, seeds, rows, log):
     variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
     if variants:
         result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
-    path.write_text(json.dumps(result, indent=1))
+    write_atomically(path, json.dumps(result, indent=1))
     with open(path.with_suffix(".csv"), "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
@@ -171,7 +172,10 @@ def parse_seeds(text):
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            seeds += range(int(first), int(last or first) + 1)
+            more = range(int(first), int(last or first) + 1)
+            if not more or more[-1] >= 2 ** 31 - 1:
+                raise ValueError
+            seeds += more
     except ValueError:
         seeds = []
     if not seeds or len(set(seeds)) != len(seeds):
@@ -275,6 +279,8 @@ def check_output(options):
     """ConfigError or SumoError for what this machine cannot show or write, before anything is simulated."""
     if options.sweep and options.tracks:
         raise ConfigError("command line: --tracks with --sweep: which of its settings? Name one as section.key=value")
+    if options.out and Path(options.out).suffix == ".csv":
+        raise ConfigError(f"command line: --out {options.out}: name the JSON file; the CSV is written beside it")
     for path in map(Path, filter(None, (options.out, options.tracks, options.animate))):
         new = not path.exists()
         try:

@@ -117,7 +117,7 @@ def override_tree(text, source, errors):
         return {}
     try:
         value = yaml.safe_load(value) if value else ""
-    except yaml.YAMLError:
+    except Exception:  # PyYAML raises ValueError for a date that does not exist, and more
         errors.append(f"{source}: {key}: {value!r} is not a valid YAML value")
         return {}
     for part in reversed(key.strip().split(".")):
@@ -164,6 +164,8 @@ def _checked(value, field):
     """`value` cast to the field's type and inside its range, or ValueError that says what was expected."""
     if value is False and "off" in (field.metadata.get("choices") or ()):  # YAML reads off as false
         value = "off"
+    if value == [] and not field.metadata.get("empty"):
+        raise ValueError(_name(field.type))
     value = _cast(value, field.type)
     for element in value if isinstance(value, list) else [value]:
         _check_limits(element, field)
@@ -181,7 +183,7 @@ def _check_limits(value, field):
 
 def _cast(value, kind):
     if isinstance(kind, types.GenericAlias):
-        if not isinstance(value, list) or not value:
+        if not isinstance(value, list):
             raise ValueError(_name(kind))
         return [_cast(v, typing.get_args(kind)[0]) for v in value]
     if kind is float and not isinstance(value, bool):

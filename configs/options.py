@@ -2,9 +2,9 @@
 from dataclasses import field, fields, is_dataclass
 
 
-def opt(default, doc, low=None, high=None, choices=None):
-    """A setting with its meaning and its closed range [low, high] or its list of choices."""
-    meta = {"doc": doc, "low": low, "high": high, "choices": choices}
+def opt(default, doc, low=None, high=None, choices=None, empty=False):
+    """A setting with its meaning and its closed range [low, high] or its list of choices; `empty`: a list may be so."""
+    meta = {"doc": doc, "low": low, "high": high, "choices": choices, "empty": empty}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=meta)
     return field(default=default, metadata=meta)

@@ -54,7 +54,7 @@ class DDPConfig:
     static_graph: bool = opt(False, "refused together with accumulation (PyTorch loses gradients there)")
     fp16_compression: bool = opt(False, "send gradients as fp16")
     nccl_env: list[str] = opt(["NCCL_IB_DISABLE=1", "NCCL_P2P_DISABLE=1"],
-                              "NAME=value, set before NCCL starts unless the user has set NAME")
+                              "NAME=value, set before NCCL starts unless the user has set NAME", empty=True)
 
 
 @dataclass

@@ -55,9 +55,10 @@ def episode_plan(cfg):
         turn, variant = divmod(e, len(cfg.env.suite))
         seed += (variant - seed) % len(cfg.env.suite)  # an environment's variant is that of its seed
         turn, scenario = divmod(turn, len(names))
+        own = of_scenario(cfg, names[scenario]).variants()[variant].env.scenario  # an element of the suite may have one
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]
-        plan.append(Episode(e, seed % 2_000_000_000, names[scenario], d.controllers[controller], scale,
+        plan.append(Episode(e, seed % 2_000_000_000, own, d.controllers[controller], scale,
                             min(left, d.samples_per_episode)))
         left -= d.samples_per_episode
     return plan

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -140,7 +141,8 @@ def read_description(folder):
     meta = read_json(folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
     try:
         shape, version = Shape(**meta["shape"]), meta["version"]
-        shape.frame(), meta["ranges"], meta["chunks"][0]["file"]
+        shape.frame(), meta["ranges"], meta["chunks"][0]
+        [chunk[key] for chunk in meta["chunks"] for key in ("file", "split", "rows", "bytes", "sha256")]
     except (KeyError, TypeError, IndexError):
         shape, version = None, None
     if version != VERSION:
@@ -185,10 +187,21 @@ def raw_settings(cfg):
     no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
-    sections = {name: asdict(getattr(cfg, name)) for name in scenarios(cfg) if hasattr(cfg, name)}
+    names = sorted({*scenarios(cfg), *(variant.env.scenario for variant in cfg.variants())})
+    sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
     return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
             "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
             "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def scenario_hashes(config):
+    """{name: SHA-256} of a user's .sumocfg and of the files beside it that it names; {} when there is none."""
+    config = Path(config)
+    if not config.is_file():
+        return {}
+    named = re.findall(r'value="([^"]*)"', config.read_text(errors="replace"))
+    files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
+    return {path.name: file_hash(path) for path in sorted(set(files)) if path.is_file()}
 
 
 def traffic_seed(cfg):

@@ -21,12 +21,18 @@ from data.records import build_record
 from data.storage import encode, features, largest_error, value_ranges
 
 
+META = {"sumo_version", "scenarios", "held_out_episodes", "chunks"}  # of raw/metadata.json, as read here
+
+
 def preprocess(cfg, report=print, meanwhile=lambda: None):
     """Build this configuration's graphs from raw/; returns their folder. DataError names a missing or damaged file.
     `meanwhile` is called after every raw chunk; what it raises ends the work, to be continued."""
     raw = Path(cfg.data.folder) / "raw"
     with only_writer(cfg.data.folder, report):
         meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
+        if not isinstance(meta, dict) or not META <= set(meta):
+            raise DataError(f"{raw / 'metadata.json'}: no metadata of a collection; remove it and run data.collect "
+                            "again")
         check_settings(raw / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
         out = processed_folder(cfg)
         if is_complete(out):

@@ -28,9 +28,10 @@ def build_scenario(cfg, folder):
     target = Path(folder) / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
     if not config.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
+        work = target
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
             for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items():
                 (work / f"{root}.xml").write_text(_xml(root, lines))
             _netconvert(work, name)
@@ -39,7 +40,8 @@ def build_scenario(cfg, folder):
             if not config.exists():  # else another process was first
                 raise SumoError(f"{target}: could not be written: {error.strerror}") from None
         finally:
-            shutil.rmtree(work, ignore_errors=True)
+            if work != target:
+                shutil.rmtree(work, ignore_errors=True)
     return str(config)
 
 

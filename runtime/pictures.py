@@ -5,6 +5,7 @@ of CSS variables (--c0, --c1, ...), so that light and dark pages have their own.
 """
 import base64
 import html
+import itertools
 import math
 import struct
 import zlib
@@ -168,8 +169,8 @@ def intervals(title, rows, colours):
 def coloured(names, fixed=()):
     """{name: colour}, the fixed ones and others in turn."""
     fixed = {name: fixed[name] for name in names if name in fixed}
-    left = [colour for colour in COLOURS if colour not in fixed.values()]
-    return {name: fixed.get(name) or left.pop(0) for name in names}
+    left = itertools.cycle([colour for colour in COLOURS if colour not in fixed.values()] or COLOURS)
+    return {name: fixed.get(name) or next(left) for name in names}
 
 
 def grid(head, rows, mine=None):

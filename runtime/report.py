@@ -61,7 +61,7 @@ def build_report(folder):
     """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
     folder, parts = Path(folder), []
     tracks, result, log = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
-    result = json.loads(result.read_text()) if result.exists() else None
+    result = parsed(result) if result.exists() else None
     episodes, facts = load_tracks(tracks) if tracks.exists() else ({}, {})
     episodes = {name: track for name, track in episodes.items() if len(track["step"])}  # somebody was on the road
     rows = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
@@ -79,6 +79,15 @@ def build_report(folder):
             f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
     (folder / "report.html").write_text(page)
     return folder / "report.html"
+
+
+def parsed(path):
+    """A JSON file's content; ValueError names a damaged one."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged or half written ({error}); remove it and run the step that wrote it again"
+                         ) from None
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------
@@ -165,7 +174,7 @@ def origin_section(folder, result):
     """What made these numbers: steps, command line, revision, versions, seeds, configuration."""
     parts, facts = ["<h2>How it was made</h2>"], {**versions(), "python": sys.version.split()[0]}
     if (folder / "state.json").exists():
-        state = json.loads((folder / "state.json").read_text())
+        state = parsed(folder / "state.json")
         facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
         parts.append(grid(["step", "status", "seconds"], [
             [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]))
@@ -182,7 +191,11 @@ def main():
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         print("usage: python -m runtime.report RUN_FOLDER (an existing folder)", file=sys.stderr)
         return 2
-    print(f"report: {build_report(sys.argv[1])}")
+    try:
+        print(f"report: {build_report(sys.argv[1])}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

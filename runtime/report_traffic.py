@@ -102,7 +102,8 @@ def shield_section(path, result):
         return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
     names = [name for name in reversed(result["summary"]) if name != "none"]
     count = Counter((name, reason) for name, reason, _ in events)
-    reasons, episodes = sorted({reason for _, reason, _ in events}), len(result["seeds"])
+    reasons = sorted({reason for _, reason, _ in events})
+    episodes = len(result["seeds"]) * max(len(result.get("variants", ())), 1)
     rows = [[reason, *(f"{count[n, reason] / episodes:.1f}" for n in names)] for reason in reasons]
     minutes = {n: Counter(step // 60 for name, _, step in events if name == n) for n in names}
     last = max(step for _, _, step in events) // 60

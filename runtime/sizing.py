@@ -94,7 +94,7 @@ def shared(speed, processes):
 
 def evaluation(cfg, speed):
     """Seconds: rules cost next to nothing beside their simulators, the policy one inference per step, in turn."""
-    steps = cfg.evaluate.horizon_s / cfg.env.control_interval * len(cfg.evaluate.seeds)
+    steps = cfg.evaluate.horizon_s / cfg.env.control_interval * len(cfg.evaluate.seeds) * len(cfg.env.suite)
     names, simulate = {"none", *cfg.evaluate.controllers}, shared(speed, cfg.evaluate.workers)
     policy = max(simulate, speed.score, simulate + speed.score / speed.cores) if "policy" in names else 0.0
     return steps * (simulate * len(names - {"policy"}) + policy)

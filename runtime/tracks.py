@@ -8,9 +8,13 @@
 `along` is the way from the start of the main road, m, NaN for vehicles on other roads. The main road is the route on
 whose edges most vehicles were seen in all episodes of the file.
 """
+import os
+from pathlib import Path
+from zipfile import BadZipFile
+
 import numpy as np
 
-COLUMNS = {"step": np.int16, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
+COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
            "speed": np.float16, "gap": np.float16, "icv": np.bool_, "commanded": np.bool_}
 RANKS = 10
 
@@ -79,19 +83,30 @@ def save_tracks(path, episodes, interval, seed):
         for name, kind in COLUMNS.items():
             out[f"{controller}/{name}"] = (values[name] if name in values else tracks.column(name)).astype(kind)
         out[f"{controller}/influence"] = np.array(tracks.influence, np.float16)
-    np.savez_compressed(path, **out)
+    half = Path(f"{path}.part")
+    try:
+        with open(half, "wb") as file:
+            np.savez_compressed(file, **out)
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def load_tracks(path):
-    """({controller: {column: array}}, {"interval", "seed", "lanes/xy", "lanes/first"}) of a tracks file."""
+    """({controller: {column: array}}, {"interval", "seed", "lanes/xy", "lanes/first"}) of a tracks file. ValueError
+    names a damaged one."""
     episodes, facts = {}, {}
-    with np.load(path) as file:
-        for name, value in file.items():
-            controller, _, column = name.partition("/")
-            if column in COLUMNS or column == "influence":
-                episodes.setdefault(controller, {})[column] = value
-            else:
-                facts[name] = value
+    try:
+        with np.load(path) as file:
+            found = dict(file)
+    except (BadZipFile, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
+    for name, value in found.items():
+        controller, _, column = name.partition("/")
+        if column in COLUMNS or column == "influence":
+            episodes.setdefault(controller, {})[column] = value
+        else:
+            facts[name] = value
     return episodes, facts
 
 

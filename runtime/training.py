@@ -18,7 +18,10 @@ from runtime.resources import claim
 def run_folder(cfg, team):
     """runs/<name>, created; ConfigError when it is not one folder for all nodes."""
     folder = Path(cfg.run.folder) / cfg.run.name
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: no folder can be made there ({error.strerror}); change run.folder") from None
     check_shared(folder, team)
     return folder
 

@@ -294,6 +294,7 @@ def test_settings_that_contradict_each_other(overrides, words):
 
 
 def test_settings_that_go_together_pass():
+    assert load_config("configs/default.yaml", ["ddp.nccl_env=[]"]).ddp.nccl_env == []  # others must not be empty
     load_config("configs/default.yaml", ["env.step_length=0.5", "env.control_interval=1.5"])
     load_config("configs/default.yaml", ["ddp.static_graph=true", "phase3.accumulation=1"])
     load_config("configs/default.yaml", ["graph.k_min=8", "graph.k_max=8", "data.vehicles=[600, 600]"])

@@ -14,7 +14,7 @@ from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 from configs import load_config
 from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, collect_episode, content_hash,
                           cut_regions, episode_plan)
-from data.layout import DataError, Shape, file_hash, read_json
+from data.layout import DataError, Shape, file_hash, raw_settings, read_json
 from data.location import open_data
 from data.preprocess import preprocess
 from env.graph import SCENE
@@ -123,6 +123,21 @@ def test_other_settings_are_refused_by_name(copy, step, key, value, name):
         step(config(copy, f"{key}={value}"), silent)
     assert str(copy / "raw") in str(error.value) and f"{name} was" in str(error.value)
     assert f"is {value}" in str(error.value)
+
+
+def test_settings_of_every_scenario_count(tmp_path):
+    """A suite's other scenarios and the files of a user's own did not: old samples were used, or filled up with new."""
+    suite = "env.suite=[same, env.scenario=ring]"
+    assert [job.scenario for job in episode_plan(config(tmp_path, suite))] == ["corridor", "ring"] * 2
+    settings = [raw_settings(config(tmp_path, suite, f"ring.vehicles={n}", "bottleneck.flow=1")) for n in (22, 23)]
+    assert settings[0] != settings[1] and sorted(settings[0]["scenario"]) == ["corridor", "ring"]
+    town = tmp_path / "town.sumocfg"
+    town.write_text('<configuration><route-files value="a.rou.xml, b.rou.xml"/></configuration>')
+    (tmp_path / "a.rou.xml").write_text("a"), (tmp_path / "b.rou.xml").write_text("b")
+    before = raw_settings(config(tmp_path, f"env.scenario={town}"))
+    assert sorted(before["scenario"][str(town)]) == ["a.rou.xml", "b.rou.xml", "town.sumocfg"]
+    (tmp_path / "b.rou.xml").write_text("other")
+    assert raw_settings(config(tmp_path, f"env.scenario={town}")) != before
 
 
 def test_other_graphs_need_no_other_traffic(copy):

@@ -21,7 +21,7 @@ from configs.command_line import parse
 from configs.show import show
 from data.dataset import BlockSampler
 from data.layout import DataError, chunk_offset, read_description, read_json
-from data.preprocess import _ranges, destinations
+from data.preprocess import _ranges, destinations, preprocess
 from env.launch import SumoError
 from env.scenarios import build_scenario
 from env.workers import WorkerError
@@ -202,6 +202,12 @@ CASES = [
      ["--seeds", "1-3,2", "1001-1010"]),
     ("controllers: unknown", lambda t, m, r: evaluation("--controllers", "none,nobody"),
      ["nobody", "lane_advice", "policy"]),
+    ("name the JSON file", lambda t, m, r: evaluate.check_output(
+        SimpleNamespace(sweep=None, tracks=None, out="a.csv", animate=None, gui=False)), ["--out a.csv", "JSON"]),
+    ("no folder can be made there", lambda t, m, r: training.run_folder(load_config("configs/smoke.yaml", [
+        f"run.folder={_written(t / 'file', '')}"]), TEAM), ["file/smoke", "Not a directory", "run.folder"]),
+    ("no metadata of a collection", lambda t, m, r: preprocess(config(
+        _written(t / "raw/metadata.json", "{}").parents[1]), str), ["metadata.json", "run data.collect"]),
     ("--tracks with --sweep", lambda t, m, r: evaluate.check_output(
         SimpleNamespace(sweep="a=1,2", tracks="x.npz", out=None, animate=None, gui=False)), ["--tracks", "--sweep"]),
     ("cannot be written: {error", lambda t, m, r: evaluate.check_output(SimpleNamespace(
@@ -250,6 +256,7 @@ PROTOCOL = ["refused the context subscription", "SUMO announced", "somebody else
 
 
 def _written(path, text):
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path
 
