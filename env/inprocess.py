@@ -89,6 +89,10 @@ class LibSumo:
         except self.client.TraCIException:
             return []
 
+    def will_stop(self, name):
+        """See env.sumo.Sumo.will_stop."""
+        return len(self.client.vehicle.getStops(name.decode(), 1)) > 0
+
     def time(self):
         """Simulated time, s."""
         return self.client.simulation.getTime()

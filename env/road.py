@@ -2,11 +2,12 @@
 
 Axis letters: L lanes (internal junction lanes included), E edges, J links of a lane, N vehicles.
 """
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 
+from env.lanes import beside as lanes_beside
+from env.lanes import distance_to_exit, forked_lanes, joining_edges, links_of, upstream
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
@@ -20,7 +21,8 @@ class Road:
     coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
-    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side."""
+    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side;
+    forked [L]: several links lead to the same next edge."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -42,6 +44,7 @@ class Road:
     met_by: dict
     meets: np.ndarray
     crosses: np.ndarray
+    forked: np.ndarray
 
     @classmethod
     def from_lanes(cls, lanes, reach=600.0, crossing=()):
@@ -57,26 +60,25 @@ class Road:
         edge_lanes[edge_of, number] = np.arange(len(lanes))
         width = max(1, max(len(links) for _, _, links in lanes))
         link_lane, link_edge = np.full((len(lanes), width), -1), np.full((len(lanes), width), -1)
-        for i, (_, _, links) in enumerate(lanes):
-            for j, (following, via) in enumerate(links):
-                if following in index:
-                    link_lane[i, j] = index.get(via, index[following])
-                    link_edge[i, j] = edges[following.rpartition("_")[0]]
+        for i, (lane, _, links) in enumerate(lanes):
+            for j, (following, via) in enumerate(links_of(lane, links, index)):
+                link_lane[i, j] = index.get(via, index[following])
+                link_edge[i, j] = edges[following.rpartition("_")[0]]
         length = np.array([length for _, length, _ in lanes], float)
         internal = np.array([lane.startswith(":") for lane, _, _ in lanes])
-        remaining = _distance_to_exit(length, link_lane, edge_of)
+        remaining = distance_to_exit(length, link_lane, edge_of)
         extent = max(float(remaining.max()), 1.0)
-        upstream_lane, upstream_m = _upstream(length, link_lane, reach)
-        join_edge, join_with = _joining_edges(link_edge, edge_of, internal)
+        upstream_lane, upstream_m = upstream(length, link_lane, reach)
+        join_edge, join_with = joining_edges(link_edge, edge_of, internal)
         joins = np.isin(np.arange(len(edges)), join_edge)
         met_by = meeting_lanes(internal, link_lane)
-        beside = {side: _beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
+        beside = {side: lanes_beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
                    lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
                    joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
-                   crosses=np.isin(list(index), list(crossing)))
+                   crosses=np.isin(list(index), list(crossing)), forked=forked_lanes(link_edge))
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
@@ -141,13 +143,25 @@ class Traffic:
             leads_on = fits.any(1)
             wall = ~leads_on & (target >= 0)
             gap[rest[wall]], speed[rest[wall]] = travelled[wall], 0.0
-            following = road.link_lane[current, fits.argmax(1)]
+            following = road.link_lane[current, self._link(current, at, fits)]
             taken = leads_on & (self.first[following] < self.end[following])
             found, here = self.order[self.first[following[taken]]], rest[taken]
             who[here], speed[here], gap[here] = found, self.speed[found], travelled[taken] + self.rear[found]
             go = leads_on & ~taken
             rest, current, travelled = rest[go], following[go], travelled[go] + road.lane_length[following[go]]
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
+
+    def _link(self, current, at, fits):
+        """Which of the fitting links [N, J] of lanes `current` is taken: the first whose lane leads on to the edge
+        after the next, else the first."""
+        road = self.road
+        if not road.forked[current].any():
+            return fits.argmax(1)
+        lane = road.link_lane[current]
+        lane = np.where(road.internal[lane], road.link_lane[lane, 0], lane)
+        beyond = self.routes[np.minimum(at + 2, len(self.routes) - 1)][:, None]
+        good = fits & ((beyond < 0) | (road.link_edge[lane] == beyond[..., None]).any(-1))
+        return np.where(good.any(1), good.argmax(1), fits.argmax(1))
 
     def behind(self, lane):
         """Who would follow each vehicle if it were on `lane` [..., N]: (gap m, speed m/s), each [..., N]."""
@@ -183,68 +197,3 @@ class Traffic:
         waiting = np.bincount(road.join_edge, count[road.join_with], len(count))
         distance = np.where(road.joins[edge], road.lane_length[self.lane] - self.pos, 500.0)
         return np.minimum(distance, 500.0), waiting[edge]
-
-
-def _beside(edge_lanes, edge_of, number, internal):
-    """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
-    inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
-    return np.append(np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1), -1)
-
-
-def _distance_to_exit(length, link_lane, edge_of):
-    """Shortest way from each lane's start to an exit (a lane that leads nowhere), m [L]; sideways moves are free.
-
-    A network without exits is cut open at its first edge.
-    """
-    count, before = len(length), [[] for _ in length]
-    for i, links in enumerate(link_lane):
-        for j in links[links >= 0]:
-            before[j].append(i)
-    leads_on = np.zeros(edge_of.max() + 1, bool)
-    np.logical_or.at(leads_on, edge_of, (link_lane >= 0).any(1))
-    exits = np.flatnonzero(~leads_on[edge_of])
-    exits = exits if len(exits) else np.flatnonzero(edge_of == edge_of[0])
-    best = np.full(count, np.inf)
-    heap = [(length[i], int(i)) for i in exits]
-    siblings = {e: np.flatnonzero(edge_of == e) for e in set(edge_of.tolist())}
-    while heap:
-        distance, i = heapq.heappop(heap)
-        if distance >= best[i]:
-            continue
-        for s in siblings[edge_of[i]]:
-            best[s] = min(best[s], distance)
-            for b in before[s]:
-                heapq.heappush(heap, (distance + length[b], b))
-    return np.where(np.isfinite(best), best, 0.0)
-
-
-def _upstream(length, link_lane, reach):
-    """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
-    before = [[] for _ in length]
-    for i, links in enumerate(link_lane):
-        for j in links[links >= 0]:
-            before[j].append(i)
-    result = []
-    for lane in range(len(length)):
-        found, todo = {}, [(lane, 0.0)]
-        while todo:
-            current, between = todo.pop()
-            for b in before[current]:
-                if between < found.get(b, reach):
-                    found[b] = between
-                    todo.append((b, between + length[b]))
-        result.append(sorted(found.items(), key=lambda item: item[1]))
-    width = max(1, max(len(found) for found in result))
-    padded = np.array([found + [(-1, 0.0)] * (width - len(found)) for found in result])
-    return padded[..., 0].astype(int), padded[..., 1]
-
-
-def _joining_edges(link_edge, edge_of, internal):
-    """Pairs of different edges that lead to the same next edge, where traffic merges: (edge [P], other [P])."""
-    into = {}
-    for lane, targets in enumerate(link_edge):
-        if not internal[lane]:
-            for target in targets[targets >= 0]:
-                into.setdefault(target, set()).add(edge_of[lane])
-    pairs = {(edge, other) for sources in into.values() for edge in sources for other in sources if edge != other}
-    return np.array(sorted(pairs), int).reshape(-1, 2).T

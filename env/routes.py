@@ -1,18 +1,27 @@
 """Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id."""
 import numpy as np
 
+# Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
+# deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
+STOPPING = 5
+
 
 class Routes:
     """By slot: metres (length of the whole route) and start (place of the route in `flat`, one array of edge numbers
-    in which two -1 end each route)."""
+    in which two -1 end each route); stopping: STOPPING for who had a stop ahead when it came, which is asked where
+    `may_stop`, else 0."""
 
-    def __init__(self, road, slots):
+    def __init__(self, road, slots, may_stop=False):
+        self.may_stop, self.stopping = may_stop, np.zeros(slots, int)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres = np.zeros(slots, int), np.ones(slots)
 
-    def follow(self, simulator, ids, routes, slots):
-        """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones."""
+    def follow(self, simulator, ids, routes, slots, fresh):
+        """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
+        stops of `fresh` vehicles."""
+        for i in np.flatnonzero(fresh) if self.may_stop else ():
+            self.stopping[slots[i]] = STOPPING * simulator.will_stop(ids[i])
         of_slot = self.of_slot
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
                    if of_slot[slot] != route]

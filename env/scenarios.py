@@ -5,6 +5,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -43,6 +44,13 @@ def build_scenario(cfg, folder):
             if work != target:
                 shutil.rmtree(work, ignore_errors=True)
     return str(config)
+
+
+def own_scale(scenario):
+    """The demand scale that a .sumocfg sets itself; 1 where it sets none."""
+    with open(scenario, errors="replace") as file:
+        found = re.search(r'<scale\s+value="([\d.eE+-]+)"', file.read())
+    return float(found[1]) if found else 1.0
 
 
 def _user_scenario(name):

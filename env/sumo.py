@@ -14,6 +14,7 @@ from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
 from env.launch import SumoError, find_binary, launch
+from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
 
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
@@ -179,6 +180,10 @@ class Sumo:
             routes.append(edges or [])
         return routes
 
+    def will_stop(self, name):
+        """Whether a vehicle (bytes) has a stop ahead."""
+        return self._ask(lambda: len(self.client.vehicle.getStops(name.decode(), 1)) > 0)
+
     def _ask(self, question):
         """What `question()` finds out with the stock client; SumoError when SUMO dies meanwhile."""
         try:
@@ -216,8 +221,8 @@ def crossing_lanes(client):
 
 def episode_arguments(scenario, seed, env_cfg):
     """SUMO's command line, without the binary, for an episode of a .sumocfg."""
-    scale = [] if env_cfg.demand_scale == 1.0 else ["--scale", str(env_cfg.demand_scale)]
-    return ["-c", scenario, *scale, "--seed", str(seed), "--step-length", str(env_cfg.step_length),
+    scale = [] if env_cfg.demand_scale == 1.0 else ["--scale", str(env_cfg.demand_scale * own_scale(scenario))]
+    return ["-c", scenario, *scale, "--seed", str(seed), "--random", "false", "--step-length", str(env_cfg.step_length),
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
             "--duration-log.disable"]

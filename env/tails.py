@@ -5,7 +5,7 @@ junction lane that ends where the follower's own junction lane ends. Who comes f
 """
 import numpy as np
 
-COMFORT_DECEL = 4.5  # m/s^2
+COMFORT_DECEL, FULL_BRAKING = 4.5, 9.0  # m/s^2
 
 
 def obstacles(traffic, came):
@@ -15,13 +15,17 @@ def obstacles(traffic, came):
     """
     road, found = traffic.road, []
     for j in np.flatnonzero((traffic.rear[:-1] < 0) & (came >= 0)):
-        lane, edge = came[j], road.lane_edge[traffic.lane[j]]
+        lane, on = came[j], traffic.lane[j]
+        inside = road.internal[on]
+        edge = road.link_edge[on, 0] if inside else road.lane_edge[on]
         ways = np.flatnonzero(road.link_edge[lane] == edge)
-        if not road.internal[lane] and len(ways):  # it crossed the junction within one control step
+        if not road.internal[lane] and not inside and len(ways):  # it crossed the junction within one control step
             crossed = road.link_lane[lane, ways[0]]
             lane = crossed if road.internal[crossed] else lane
-        if len(ways) and traffic.lane[j] not in road.link_lane[lane]:  # else it is found in the ordinary way
-            found.append((j, lane, road.lane_length[lane] + traffic.rear[j], edge))
+        elsewhere = ((road.link_edge[lane] >= 0) & (road.link_edge[lane] != edge)).any()  # others go where it does not
+        if len(ways) and (elsewhere or not inside and on not in road.link_lane[lane]):
+            towards = edge if road.internal[lane] else road.lane_edge[lane]
+            found.append((j, lane, road.lane_length[lane] + traffic.rear[j], towards))
     for j in np.flatnonzero(road.meets[traffic.lane]):
         lane = traffic.lane[j]
         edge, rear = road.lane_edge[road.link_lane[lane, 0]], traffic.rear[j] - road.lane_length[lane]
@@ -30,13 +34,18 @@ def obstacles(traffic, came):
 
 
 def hold_back(traffic, obstacle, lane, who, gap, speed):
-    """Let the vehicles behind the obstacle that would be on `lane` [..., N] follow it where it is nearer than `gap`."""
+    """Let the vehicles behind the obstacle that would be on `lane` [..., N] follow it where it is nearer than `gap`.
+    One on another junction lane must ask for more room to brake: it may be driving past somebody who stands."""
     road, (owner, blocked, rear, edge) = traffic.road, obstacle
     leads_here = ((road.link_lane == blocked) & (road.link_edge == edge)).any(1)
     way = np.where(lane == blocked, rear - traffic.pos, np.inf)
     before = (lane >= 0) & leads_here[lane] & (traffic.routes[traffic.route_at + 1] == edge)
     way = np.where(before, road.lane_length[lane] - traffic.pos + rear, way)
-    nearer = (way < gap) & (way > -traffic.length[owner]) & (traffic.everybody != owner)
+    nearer = way < gap
+    if road.meets[blocked]:
+        room, other = gap + speed ** 2 / (2 * FULL_BRAKING), way + traffic.speed[owner] ** 2 / (2 * FULL_BRAKING)
+        nearer = (other < room) & (way < traffic.lookahead)
+    nearer = nearer & (way > -traffic.length[owner]) & (traffic.everybody != owner)
     who[nearer], gap[nearer], speed[nearer] = owner, way[nearer], traffic.speed[owner]
 
 

@@ -46,7 +46,8 @@ class TrafficEnv(gymnasium.Env):
         self.seed = int(self.np_random.integers(2 ** 31 - 1)) if seed is None else int(seed) % (2 ** 31 - 1)
         self._start_traffic()
         n = self.env_cfg.max_vehicles
-        self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, n)
+        self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(
+            self.road, n, self.env_cfg.scenario.endswith(".sumocfg"))
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
@@ -139,7 +140,7 @@ class TrafficEnv(gymnasium.Env):
             name = self.slots.names[slot]
             if brake > 0 or not np.isnan(accel):
                 accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
-                driven[name] = e.speed_mode | int(self.checked[slot])
+                driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.stopping[slot])
                 if self.driven.get(name) != driven[name]:
                     commands.append(sumo.SetModes(name, driven[name], e.lane_change_mode))
                 commands.append(self._accelerate(slot, accel))
@@ -170,16 +171,15 @@ class TrafficEnv(gymnasium.Env):
         read = time.perf_counter()
         if first:  # nothing has been simulated yet
             events = {**events, "departed": [], "arrived": []}
-        lane = np.array([self.lane_named.get(name, -1) for name in lanes], int)
+        present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = _keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
         slots, fresh = self.slots.assign(ids)
-        self.driven = {name: mode for name, mode in self.driven.items() if name in self.slots.slot_of}
-        overflow = int((slots < 0).sum())
-        if overflow:  # beyond max_vehicles nobody is seen or commanded, only counted
+        self.driven = {name: mode for name, mode in self.driven.items() if name in present}
+        if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = _keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
                                                              slots, fresh)
-        self.routes.follow(self.simulator, ids, routes, slots)
+        self.routes.follow(self.simulator, ids, routes, slots, fresh)
         self.ids, self.lane = ids, lane
         self._build(records, slots, fresh, events, overflow, out)
         self.seconds[1:] = read - start, time.perf_counter() - read

@@ -69,6 +69,42 @@ def test_parked_and_teleporting_vehicles_are_on_no_lane(make, grid):
     assert info["teleports"] > 0 and parked > 20
 
 
+def test_vehicle_with_a_stop_ahead_obeys(make, grid):
+    """SUMO ignored its commands and, without the safe-speed check, let it accelerate without limit, into others."""
+    stop = '<stop lane="B0C0_0" endPos="100" duration="5"/>'
+    env = make(scenario=grid(f'<vehicle id="a" depart="0"><route edges="A0B0 B0C0"/>{stop}</vehicle>'), icv_share=1.0)
+    env.reset(seed=1)
+    speeds = []
+    for step in range(14):
+        env.command(*only(env, np.flatnonzero(env.observation["icv"]), 2.0 if step < 5 else -1.0))
+        speeds.append(env.simulator.client.vehicle.getSpeed("a"))
+    assert speeds[4] > 5 and max(speeds) < 17 and speeds[-1] < speeds[5] - 4
+
+
+def test_parked_vehicle_drives_on_with_all_checks(make, grid):
+    """Who parked under command kept the mode without SUMO's checks for ever: 50 m/s in a street of 14."""
+    stop = '<stop lane="A0B0_0" endPos="80" duration="5" parking="true"/>'
+    env = make(scenario=grid(f'<vehicle id="a" depart="0"><route edges="A0B0 B0C0"/>{stop}</vehicle>'), icv_share=1.0)
+    env.reset(seed=1)
+    stock = env.simulator.client.vehicle
+    while not stock.isStoppedParking("a"):
+        env.command(*only(env, np.flatnonzero(env.observation["icv"]), 0.5))
+    env.command(*nobody(env))
+    assert stock.getSpeedMode("a") == 31 and not env.driven
+
+
+def test_seed_and_scale_of_a_users_configuration(make, grid):
+    """<random/> won over the seed of the episode; env.demand_scale took the place of the file's own scale."""
+    flow = '<flow id="f" begin="0" end="60" period="2"><route edges="A0B0 B0C0"/></flow>'
+    more = '<random_number><random value="true"/></random_number><processing><scale value="0.5"/></processing>'
+    env = make(scenario=grid(flow, more=more))
+    rows = [episode(env, 5, 60)[-1] for _ in range(2)]
+    assert equal(rows[0][0], rows[1][0])
+    loaded = [row[2]["loaded"] for row in rows]
+    double = episode(make(scenario=grid(flow, more=more), demand_scale=2.0), 5, 60)[-1][2]["loaded"]
+    assert loaded[0] == loaded[1] and 12 <= loaded[0] <= 18 and 26 <= double <= 34
+
+
 @pytest.mark.parametrize("rerouted", [False, True])
 def test_no_walls_where_every_lane_leads_on(make, grid, rerouted):
     """Routes were read once, at departure. A vehicle rerouted since then was shown a wall (an obstacle that stands

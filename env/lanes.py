@@ -1,0 +1,84 @@
+"""What follows from a network's lanes and links alone: ways out and upstream, joining traffic, lanes side by side."""
+import heapq
+import re
+
+import numpy as np
+
+WALKING = re.compile(r":.*_[wc]\d+_\d+$")  # SUMO's names of walking areas and pedestrian crossings
+
+
+def links_of(lane, links, known):
+    """The links [(next lane, internal lane)] of a lane that vehicles take to a known lane."""
+    return [] if WALKING.match(lane) else [(following, via) for following, via in links
+                                           if following in known and not WALKING.match(following)]
+
+
+def forked_lanes(link_edge):
+    """Whether several links of a lane lead to the same next edge: where one lane becomes two, [L]."""
+    edges = np.sort(link_edge, 1)
+    return ((edges[:, 1:] == edges[:, :-1]) & (edges[:, 1:] >= 0)).any(1)
+
+
+def beside(edge_lanes, edge_of, number, internal):
+    """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
+    inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
+    return np.append(np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1), -1)
+
+
+def distance_to_exit(length, link_lane, edge_of):
+    """Shortest way from each lane's start to an exit (a lane that leads nowhere), m [L]; sideways moves are free.
+
+    A network without exits is cut open at its first edge.
+    """
+    count, before = len(length), [[] for _ in length]
+    for i, links in enumerate(link_lane):
+        for j in links[links >= 0]:
+            before[j].append(i)
+    leads_on = np.zeros(edge_of.max() + 1, bool)
+    np.logical_or.at(leads_on, edge_of, (link_lane >= 0).any(1))
+    exits = np.flatnonzero(~leads_on[edge_of])
+    exits = exits if len(exits) else np.flatnonzero(edge_of == edge_of[0])
+    best = np.full(count, np.inf)
+    heap = [(length[i], int(i)) for i in exits]
+    siblings = {e: np.flatnonzero(edge_of == e) for e in set(edge_of.tolist())}
+    while heap:
+        distance, i = heapq.heappop(heap)
+        if distance >= best[i]:
+            continue
+        for s in siblings[edge_of[i]]:
+            best[s] = min(best[s], distance)
+            for b in before[s]:
+                heapq.heappush(heap, (distance + length[b], b))
+    return np.where(np.isfinite(best), best, 0.0)
+
+
+def upstream(length, link_lane, reach):
+    """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
+    before = [[] for _ in length]
+    for i, links in enumerate(link_lane):
+        for j in links[links >= 0]:
+            before[j].append(i)
+    result = []
+    for lane in range(len(length)):
+        found, todo = {}, [(lane, 0.0)]
+        while todo:
+            current, between = todo.pop()
+            for b in before[current]:
+                if between < found.get(b, reach):
+                    found[b] = between
+                    todo.append((b, between + length[b]))
+        result.append(sorted(found.items(), key=lambda item: item[1]))
+    width = max(1, max(len(found) for found in result))
+    padded = np.array([found + [(-1, 0.0)] * (width - len(found)) for found in result])
+    return padded[..., 0].astype(int), padded[..., 1]
+
+
+def joining_edges(link_edge, edge_of, internal):
+    """Pairs of different edges that lead to the same next edge, where traffic merges: (edge [P], other [P])."""
+    into = {}
+    for lane, targets in enumerate(link_edge):
+        if not internal[lane]:
+            for target in targets[targets >= 0]:
+                into.setdefault(target, set()).add(edge_of[lane])
+    pairs = {(edge, other) for sources in into.values() for edge in sources for other in sources if edge != other}
+    return np.array(sorted(pairs), int).reshape(-1, 2).T

@@ -1,0 +1,46 @@
+"""env/tails.py and env/lanes.py: who is in the way on another lane, and which lanes lead on."""
+import numpy as np
+import pytest
+
+from env.lanes import links_of
+from env.road import FREE_SPEED, Road
+from test_road import Scene
+
+FORK = [(":J_0_0", 5, [("b_0", "")]), (":J_0_1", 5, [("b_1", "")]),
+        ("a_0", 100, [("b_0", ":J_0_0"), ("b_1", ":J_0_1")]), ("b_0", 80, [("d_0", "")]), ("b_1", 80, [("c_0", "")]),
+        ("c_0", 100, []), ("d_0", 100, [])]
+
+
+@pytest.mark.parametrize("route, leader", [(("a", "b", "c"), "b_1"), (("a", "b", "d"), "b_0"), (("a", "b"), "b_0")])
+def test_where_one_lane_becomes_two_the_one_that_leads_on_is_followed(route, leader):
+    """Always the first was: its end was a wall to those of another way, and their leader on the second not there."""
+    alone = Scene([("a_0", 90, 10, 5, 0, 0)], lanes=FORK, routes=(route,))
+    assert [x[0] for x in alone.traffic.ahead(alone.lane)] == [-1, 200, FREE_SPEED]
+    two = Scene([("a_0", 90, 10, 5, 0, 0), (leader, 10, 3, 5, 0, 1)], lanes=FORK, routes=(route,))
+    assert [x[0] for x in two.traffic.ahead(two.lane)] == [1, 10 + 5 + 10 - 5, 3]
+
+
+def test_pavements_lead_nowhere():
+    """The way out of a two-way road went over them, so that oncoming traffic was "ahead"."""
+    known = {"b_0", ":J_w0_0", ":J_c1_0", ":J_0_0"}
+    assert links_of("a_0", [("b_0", ":J_0_0"), (":J_w0_0", "")], known) == [("b_0", ":J_0_0")]
+    assert links_of(":J_w0_0", [("b_0", "")], known) == links_of(":J_c1_0", [(":J_w0_0", "")], known) == []
+    lanes = [("e_0", 500, [(":X_w0_0", "")]), ("-e_0", 500, [(":Y_w0_0", "")]),
+             (":X_w0_0", 2, [("-e_0", "")]), (":Y_w0_0", 2, [("e_0", "")])]
+    assert Road.from_lanes(lanes).extent == 500
+
+
+@pytest.mark.parametrize("speed, leader", [(9.5, 1), (0.0, 2)])
+def test_who_stands_is_not_hidden_by_who_drives_past(speed, leader):
+    """Vehicle 1 stands on the junction, 2 on the lane that joins it is a little nearer. The shield drove into 1."""
+    scene = Scene([("a_0", 97, 2, 5, 0, 0), (":J_0_0", 4, 0, 3, 0, 0), (":J_2_0", 5.9, speed, 5, 2, 0)],
+                  came=["", "", ""])
+    assert scene.traffic.ahead(scene.lane)[0][0] == leader
+
+
+@pytest.mark.parametrize("route", [0, 1])
+def test_a_tail_that_turns_elsewhere_is_in_the_way(route):
+    """Of a bus turning left, whose rear still stands on the lane that others leave straight on."""
+    scene = Scene([("a_1", 80, 10, 5, route, 0), (":J_1_0", 5, 1, 12, 1, 0)], came=["", "a_1"])
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (1, pytest.approx(13), 1) and np.isfinite(gap).all()
