@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from env.launch import SumoError, sumo_home
-from env.sumo import COUNTERS, crossing_lanes
+from env.sumo import COUNTERS, special_lanes
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
@@ -102,9 +102,9 @@ class LibSumo:
         lane = self.client.lane
         return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
 
-    def crossing_lanes(self):
-        """See env.sumo.Sumo.crossing_lanes."""
-        return crossing_lanes(self.client)
+    def special_lanes(self):
+        """See env.sumo.Sumo.special_lanes."""
+        return special_lanes(self.client)
 
     def lane_shapes(self):
         """See env.sumo.Sumo.lane_shapes."""

@@ -19,10 +19,11 @@ def forked_lanes(link_edge):
     return ((edges[:, 1:] == edges[:, :-1]) & (edges[:, 1:] >= 0)).any(1)
 
 
-def beside(edge_lanes, edge_of, number, internal):
+def beside(edge_lanes, edge_of, number, internal, closed):
     """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
     inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
-    return np.append(np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1), -1)
+    lane = np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1)
+    return np.append(np.where((lane >= 0) & closed[lane], -1, lane), -1)
 
 
 def distance_to_exit(length, link_lane, edge_of):

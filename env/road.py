@@ -22,7 +22,8 @@ class Road:
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
     env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side;
-    forked [L]: several links lead to the same next edge."""
+    forked [L]: several links lead to the same next edge; closed [L]: not for cars, such as pavements; driving_number
+    [L]: lane_number without the closed ones to its right."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -45,11 +46,13 @@ class Road:
     meets: np.ndarray
     crosses: np.ndarray
     forked: np.ndarray
+    closed: np.ndarray
+    driving_number: np.ndarray
 
     @classmethod
-    def from_lanes(cls, lanes, reach=600.0, crossing=()):
+    def from_lanes(cls, lanes, reach=600.0, crossing=(), closed=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream. `crossing`: ids of the lanes of `crosses`."""
+        searched at most `reach` m upstream. `crossing`, `closed`: ids of the lanes of `crosses` and `closed`."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:
@@ -72,13 +75,21 @@ class Road:
         join_edge, join_with = joining_edges(link_edge, edge_of, internal)
         joins = np.isin(np.arange(len(edges)), join_edge)
         met_by = meeting_lanes(internal, link_lane)
-        beside = {side: lanes_beside(edge_lanes, edge_of, number + side, internal) for side in (1, -1)}
+        closed = np.isin(list(index), list(closed))
+        beside = {side: lanes_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
+        shut = closed[edge_lanes] & (edge_lanes >= 0)
+        right = (shut.cumsum(1) - shut)[edge_of, number]
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
                    lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
                    joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
-                   crosses=np.isin(list(index), list(crossing)), forked=forked_lanes(link_edge))
+                   crosses=np.isin(list(index), list(crossing)), forked=forked_lanes(link_edge), closed=closed,
+                   driving_number=number - right)
+
+    def has_lane(self, lane, number):
+        """Whether the edge of a lane has one with this number, open to cars."""
+        return 0 <= number < self.lane_count[lane] and not self.closed[self.edge_lanes[self.lane_edge[lane], number]]
 
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""

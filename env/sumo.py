@@ -203,20 +203,23 @@ class Sumo:
                     for i in lane.getIDList()]
         return self._ask(read)
 
-    def crossing_lanes(self):
-        """Ids of the lanes on which somebody may come from the side, for `Road.from_lanes`."""
-        return self._ask(lambda: crossing_lanes(self.client))
+    def special_lanes(self):
+        """Ids of the lanes on which somebody may come from the side, and of those closed to cars, for
+        `Road.from_lanes`."""
+        return self._ask(lambda: special_lanes(self.client))
 
     def lane_shapes(self):
         """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
 
 
-def crossing_lanes(client):
-    """Ids of the junction lanes that cross or meet others; of all lanes in SUMO's sublane model, where drivers pass
-    each other on one lane."""
+def special_lanes(client):
+    """Ids of the junction lanes that cross or meet others (of all lanes in SUMO's sublane model, where drivers pass
+    each other on one lane), and of the lanes that do not allow passenger cars."""
     sublanes = float(client.simulation.getOption("lateral-resolution")) > 0
-    return [i for i in client.lane.getIDList() if sublanes or (i.startswith(":") and client.lane.getInternalFoes(i))]
+    lane, ids = client.lane, client.lane.getIDList()
+    crossing = [i for i in ids if sublanes or (i.startswith(":") and lane.getInternalFoes(i))]
+    return crossing, [i for i in ids if "passenger" not in (lane.getAllowed(i) or ["passenger"])]
 
 
 def episode_arguments(scenario, seed, env_cfg):

@@ -116,7 +116,7 @@ class TrafficEnv(gymnasium.Env):
             self.simulator.load(self.arguments(self.seed))
         if self.scenario not in self.roads:
             self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50,
-                                                        self.simulator.crossing_lanes())
+                                                        *self.simulator.special_lanes())
         self.road = self.roads[self.scenario]
         self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
         self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
@@ -147,7 +147,7 @@ class TrafficEnv(gymnasium.Env):
                 effort += abs(accel)
             on = self.lane_at[slot]
             target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP and 0 <= target < self.road.lane_count[on]:
+            if lane != KEEP and self.road.has_lane(on, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
@@ -214,7 +214,7 @@ class TrafficEnv(gymnasium.Env):
         for name in ("angle", "speed", "accel", "odometer", "length"):
             scene[name] = records[name]
         scene["x"], scene["y"] = records["xy"].T
-        scene["lane"], scene["icv"] = road.lane_number[lane], self.slots.icv[slots]
+        scene["lane"], scene["icv"] = road.driving_number[lane], self.slots.icv[slots]
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
         scene["progress"] = scene["odometer"] / self.routes.metres[slots]
         return graph.surround_features(

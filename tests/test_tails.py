@@ -30,6 +30,16 @@ def test_pavements_lead_nowhere():
     assert Road.from_lanes(lanes).extent == 500
 
 
+def test_pavements_are_no_lanes_to_change_to():
+    """A car on a one-lane road was told to change to the pavement, every second, and it was charged."""
+    lanes = [("e_0", 100, []), ("e_1", 100, []), ("e_2", 100, []), ("f_0", 100, []), ("f_1", 100, [])]
+    road = Road.from_lanes(lanes, closed=["e_0", "f_0"])
+    assert road.driving_number.tolist() == [0, 0, 1, 0, 0] and road.lane_number.tolist() == [0, 1, 2, 0, 1]
+    assert road.neighbour_lane(np.arange(5), -1).tolist() == [-1, -1, 1, -1, -1]
+    assert road.neighbour_lane(np.arange(5), 1).tolist() == [-1, 2, -1, -1, -1]
+    assert [road.has_lane(1, number) for number in (-1, 0, 1, 2, 3)] == [False, False, True, True, False]
+
+
 @pytest.mark.parametrize("speed, leader", [(9.5, 1), (0.0, 2)])
 def test_who_stands_is_not_hidden_by_who_drives_past(speed, leader):
     """Vehicle 1 stands on the junction, 2 on the lane that joins it is a little nearer. The shield drove into 1."""
