@@ -80,8 +80,7 @@ def test_the_encoder(project, recorded):
     layers = old[old.index("        self.layers = "):old.index("        self.norm = nn.LayerNorm(sizes.gnn_width)\n\n")]
     change(project, "models/risk_gnn.py", (
         layers, "        self.around = mlp(2 * sizes.gnn_width, sizes.gnn_width, sizes.gnn_width)\n"), (
-        "        for layer in self.layers:\n            x = layer(x, where, code, dense=nodes.shape[1] <= "
-        "self.gather_above)\n",
+        "        for layer in self.layers:\n            x = layer(x, where, code, dense)\n",
         "        here = mask[..., None].to(x.dtype)\n"
         "        mean = (x * here).sum(1, keepdim=True) / here.sum(1, keepdim=True).clamp(min=1)\n"
         "        x = x + self.around(torch.cat([x, mean.expand_as(x)], -1))\n"))
