@@ -41,7 +41,7 @@ def distance_to_exit(length, link_lane, edge_of):
     exits = exits if len(exits) else np.flatnonzero(edge_of == edge_of[0])
     best = np.full(count, np.inf)
     heap = [(length[i], int(i)) for i in exits]
-    siblings = {e: np.flatnonzero(edge_of == e) for e in set(edge_of.tolist())}
+    siblings = np.split(edge_of.argsort(kind="stable"), np.bincount(edge_of).cumsum()[:-1])  # lanes of each edge
     while heap:
         distance, i = heapq.heappop(heap)
         if distance >= best[i]:
