@@ -27,7 +27,7 @@ from runtime.resources import threads_per_process as threads
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
 BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
-KILLED = (0, -signal.SIGTERM, 130)  # how a step may end that was asked to stop: saved, or (no phase) where it was
+INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
 MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
@@ -116,7 +116,7 @@ def run_step(step, command, threads, stop):
         code = stop.child.wait()
         stop.child = None
         said = int(marker.read_text()) if marker.exists() else None
-        if code and (said or said == 0 and stop.asked):  # torchrun calls a saved stop a failure
+        if code and said is not None and (said or stop.asked):  # torchrun calls a saved stop a failure
             return said
         return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
@@ -219,16 +219,15 @@ def pipeline(options, stop):
         save_state(folder, state)
         command = command_of(step, options, folder, plan)
         code = with_retries(step, command, plan[step]["threads"], cfg, stop, state, folder)
-        status = "failed" if code else "done"
-        if stop.asked and code in KILLED or code == MEMORY_STOP:
-            status = "stopped"
+        stopped = code == MEMORY_STOP or stop.asked and code in (0, *INTERRUPTED)
+        status = "stopped" if stopped else "failed" if code else "done"
         state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
         save_state(folder, state)
         if stop.at_once:
             print(f"\nended {step} at once; the same command continues from what it had saved", file=sys.stderr)
             return 130
-        if status == "stopped":
-            saved = "what it had finished is" if code in KILLED[1:] else "everything is"
+        if stopped:
+            saved = "what it had finished is" if code in INTERRUPTED else "everything is"
             print(f"\nstopped in {step}; {saved} saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:

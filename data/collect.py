@@ -8,7 +8,6 @@ one size; `data.regions` cuts several from the same moment, `data.vehicles: [2, 
 whole. An episode's files appear when it is complete, so the same command continues an interrupted collection. While
 collecting, SUMO's own safe-speed check stays on (speed mode 31): the baselines are not shielded here.
 """
-import copy
 import hashlib
 import json
 import multiprocessing
@@ -23,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from configs import ConfigError, console
-from data.layout import (DataError, check_settings, file_hash, only_writer, raw_settings, read_json, scenarios,
-                         traffic_seed, write_atomically)
+from data.layout import DataError, file_hash, only_writer, read_json, write_atomically
+from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
 from env.scenarios import build_scenario
@@ -48,17 +47,16 @@ class Episode(NamedTuple):
 
 def episode_plan(cfg):
     """The episodes of the whole collection: variants of a suite, scenarios, controllers and demands take turns."""
-    d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios(cfg)
+    d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios_by_variant(cfg)
     while left > 0:
         e = len(plan)
         seed = 2_000_000 + traffic_seed(cfg) * 100_003 + 7 * e  # far from the seeds of evaluation
         turn, variant = divmod(e, len(cfg.env.suite))
         seed += (variant - seed) % len(cfg.env.suite)  # an environment's variant is that of its seed
         turn, scenario = divmod(turn, len(names))
-        own = of_scenario(cfg, names[scenario]).variants()[variant].env.scenario  # an element of the suite may have one
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]
-        plan.append(Episode(e, seed % 2_000_000_000, own, d.controllers[controller], scale,
+        plan.append(Episode(e, seed % 2_000_000_000, names[scenario][variant], d.controllers[controller], scale,
                             min(left, d.samples_per_episode)))
         left -= d.samples_per_episode
     return plan
@@ -105,13 +103,6 @@ def run_episodes(cfg, jobs, folder, meanwhile):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def of_scenario(cfg, scenario):
-    """A copy of the configuration with another scenario."""
-    cfg = copy.deepcopy(cfg)
-    cfg.env.scenario = scenario
-    return cfg
 
 
 def collect_episode(cfg, job, folder):

@@ -12,8 +12,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +23,6 @@ VERSION = 3
 AGAIN = "remove it and run data.preprocess again"  # what repairs a damaged chunk
 FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
 GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need
-# Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
-READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
-           "tmpfs")
-BUILDING = ("storage", "k_vary")
 
 
 class DataError(Exception):
@@ -179,69 +173,3 @@ def chunk_offset(path, chunk, shape):
         raise DataError(f"{path}: holds {array.shape} frames, expected {(chunk['rows'], shape.frames)}, at least 1 "
                         f"row; {AGAIN}")
     return array.offset
-
-
-def raw_settings(cfg):
-    """What determines the raw samples: two collections with equal settings give equal files."""
-    data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
-    no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
-    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
-    graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
-    names = sorted({*scenarios(cfg), *(variant.env.scenario for variant in cfg.variants())})
-    sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
-    return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
-            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
-            "data": {**data, "scenarios": scenarios(cfg)}}
-
-
-def scenario_hashes(config):
-    """{name: SHA-256} of a user's .sumocfg and of the files beside it that it names; {} when there is none."""
-    config = Path(config)
-    if not config.is_file():
-        return {}
-    named = re.findall(r'value="([^"]*)"', config.read_text(errors="replace"))
-    files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
-    return {path.name: file_hash(path) for path in sorted(set(files)) if path.is_file()}
-
-
-def traffic_seed(cfg):
-    """What the recorded episodes derive from."""
-    return cfg.data.seed or cfg.run.seed
-
-
-def scenarios(cfg):
-    """The scenarios to collect from; "same" stands for env.scenario."""
-    return [cfg.env.scenario if name == "same" else name for name in cfg.data.scenarios]
-
-
-def processed_folder(cfg):
-    """Where the graphs of this configuration lie; the folder's name is a hash of all that determines them."""
-    raw = Path(cfg.data.folder) / "raw" / "metadata.json"
-    read_json(raw, "metadata of a finished collection (run data.collect first)")
-    content = [VERSION, file_hash(raw), asdict(cfg.graph), *(getattr(cfg.data, name) for name in BUILDING)]
-    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-    return Path(cfg.data.folder) / "processed" / key
-
-
-def check_settings(path, settings, remedy):
-    """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
-    path = Path(path)
-    if not path.exists():
-        if any(path.parent.glob("chunk_*")):
-            raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(settings, indent=1))
-        return
-    old = read_json(path, "the settings of this data set")
-    if old != json.loads(json.dumps(settings)):
-        differences = list(_differences(old, settings))[:5]
-        raise DataError(f"{path}: this data set was made with other settings ({'; '.join(differences)}); {remedy}")
-
-
-def _differences(old, new, prefix=""):
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            yield f"{prefix}{key} was {a!r}, is {b!r}"

@@ -9,7 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from data.layout import DataError, processed_folder
+from data.layout import DataError
+from data.settings import processed_folder
 
 MEMORY = "/dev/shm"
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, console
-from data.layout import (FEATURES, VERSION, DataError, Shape, check_settings, file_hash, only_writer, processed_folder,
-                         raw_settings, read_json, traffic_seed, write_atomically)
+from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_atomically
 from data.location import make_room, mark_used
 from data.records import build_record
+from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
 from data.storage import encode, features, largest_error, value_ranges
 
 

@@ -19,11 +19,20 @@ def forked_lanes(link_edge):
     return ((edges[:, 1:] == edges[:, :-1]) & (edges[:, 1:] >= 0)).any(1)
 
 
-def beside(edge_lanes, edge_of, number, internal, closed):
+def lane_beside(edge_lanes, edge_of, number, internal, closed):
     """Lane with the given number on the same edge [L + 1], -1 where there is none; the last entry is for "no lane"."""
     inside = (number >= 0) & (number < edge_lanes.shape[1]) & ~internal
     lane = np.where(inside, edge_lanes[edge_of, np.where(inside, number, 0)], -1)
     return np.append(np.where((lane >= 0) & closed[lane], -1, lane), -1)
+
+
+def leading_to(link_lane):
+    """The lanes that link to each lane, [L] lists."""
+    before = [[] for _ in link_lane]
+    for i, links in enumerate(link_lane):
+        for j in links[links >= 0]:
+            before[j].append(i)
+    return before
 
 
 def distance_to_exit(length, link_lane, edge_of):
@@ -31,10 +40,7 @@ def distance_to_exit(length, link_lane, edge_of):
 
     A network without exits is cut open at its first edge.
     """
-    count, before = len(length), [[] for _ in length]
-    for i, links in enumerate(link_lane):
-        for j in links[links >= 0]:
-            before[j].append(i)
+    count, before = len(length), leading_to(link_lane)
     leads_on = np.zeros(edge_of.max() + 1, bool)
     np.logical_or.at(leads_on, edge_of, (link_lane >= 0).any(1))
     exits = np.flatnonzero(~leads_on[edge_of])
@@ -55,11 +61,7 @@ def distance_to_exit(length, link_lane, edge_of):
 
 def upstream(length, link_lane, reach):
     """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
-    before = [[] for _ in length]
-    for i, links in enumerate(link_lane):
-        for j in links[links >= 0]:
-            before[j].append(i)
-    result = []
+    before, result = leading_to(link_lane), []
     for lane in range(len(length)):
         found, todo = {}, [(lane, 0.0)]
         while todo:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from env.lanes import beside as lanes_beside
-from env.lanes import distance_to_exit, forked_lanes, joining_edges, links_of, upstream
+from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, upstream
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
@@ -76,7 +75,7 @@ class Road:
         joins = np.isin(np.arange(len(edges)), join_edge)
         met_by = meeting_lanes(internal, link_lane)
         closed = np.isin(list(index), list(closed))
-        beside = {side: lanes_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
+        beside = {side: lane_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
         shut = closed[edge_lanes] & (edge_lanes >= 0)
         right = (shut.cumsum(1) - shut)[edge_of, number]
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,

@@ -17,10 +17,10 @@ class Routes:
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres = np.zeros(slots, int), np.ones(slots)
 
-    def follow(self, simulator, ids, routes, slots, fresh):
+    def follow(self, simulator, ids, routes, slots, new_icvs):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
-        stops of `fresh` vehicles."""
-        for i in np.flatnonzero(fresh) if self.may_stop else ():
+        stops of `new_icvs` [N]: one question each, because only who is commanded matters."""
+        for i in np.flatnonzero(new_icvs) if self.may_stop else ():
             self.stopping[slots[i]] = STOPPING * simulator.will_stop(ids[i])
         of_slot = self.of_slot
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)

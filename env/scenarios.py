@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict
@@ -29,20 +28,17 @@ def build_scenario(cfg, folder):
     target = Path(folder) / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
     if not config.exists():
-        work = target
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(prefix=".building-", dir=target.parent))
-            for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items():
-                (work / f"{root}.xml").write_text(_xml(root, lines))
-            _netconvert(work, name)
-            os.replace(work, target)
+            with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent,
+                                             ignore_cleanup_errors=True) as work:
+                for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items():
+                    (Path(work) / f"{root}.xml").write_text(_xml(root, lines))
+                _netconvert(Path(work), name)
+                os.replace(work, target)
         except OSError as error:
             if not config.exists():  # else another process was first
                 raise SumoError(f"{target}: could not be written: {error.strerror}") from None
-        finally:
-            if work != target:
-                shutil.rmtree(work, ignore_errors=True)
     return str(config)
 
 

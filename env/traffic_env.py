@@ -46,8 +46,8 @@ class TrafficEnv(gymnasium.Env):
         self.seed = int(self.np_random.integers(2 ** 31 - 1)) if seed is None else int(seed) % (2 ** 31 - 1)
         self._start_traffic()
         n = self.env_cfg.max_vehicles
-        self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(
-            self.road, n, self.env_cfg.scenario.endswith(".sumocfg"))
+        self.slots = Slots(n, self.seed, self.env_cfg.icv_share)
+        self.routes = Routes(self.road, n, may_stop=self.env_cfg.scenario.endswith(".sumocfg"))
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
@@ -179,7 +179,7 @@ class TrafficEnv(gymnasium.Env):
         if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = _keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
                                                              slots, fresh)
-        self.routes.follow(self.simulator, ids, routes, slots, fresh)
+        self.routes.follow(self.simulator, ids, routes, slots, fresh & self.slots.icv[slots])
         self.ids, self.lane = ids, lane
         self._build(records, slots, fresh, events, overflow, out)
         self.seconds[1:] = read - start, time.perf_counter() - read

@@ -20,8 +20,8 @@ from configs import ConfigError
 from configs.command_line import parse
 from configs.console import duration, exit_code, say
 from configs.options import leaves
-from data.layout import DataError, processed_folder
 from data.location import MEMORY, on_windows_drive
+from data.settings import DataError, processed_folder
 from env.launch import SumoError
 from runtime import machine
 from runtime.machine import FAIL, OK, WARN, Finding

@@ -15,7 +15,7 @@ from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.pictures import grid, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
-from runtime.tracks import load_tracks
+from runtime.tracks import DamagedFile, load_tracks
 
 STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
 --line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7}
@@ -82,12 +82,12 @@ def build_report(folder):
 
 
 def parsed(path):
-    """A JSON file's content; ValueError names a damaged one."""
+    """A JSON file's content; DamagedFile names a damaged one."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: damaged or half written ({error}); remove it and run the step that wrote it again"
-                         ) from None
+        raise DamagedFile(f"{path}: damaged or half written ({error}); remove it and run the step that wrote it "
+                          "again") from None
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def main():
         return 2
     try:
         print(f"report: {build_report(sys.argv[1])}")
-    except ValueError as error:
+    except DamagedFile as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

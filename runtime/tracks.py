@@ -19,6 +19,10 @@ COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float
 RANKS = 10
 
 
+class DamagedFile(ValueError):
+    """A result is cut or half written; the message names the file."""
+
+
 class Tracks:
     """One episode; `environment` is an env.traffic_env.TrafficEnv that has been reset."""
 
@@ -93,14 +97,14 @@ def save_tracks(path, episodes, interval, seed):
 
 
 def load_tracks(path):
-    """({controller: {column: array}}, {"interval", "seed", "lanes/xy", "lanes/first"}) of a tracks file. ValueError
+    """({controller: {column: array}}, {"interval", "seed", "lanes/xy", "lanes/first"}) of a tracks file. DamagedFile
     names a damaged one."""
     episodes, facts = {}, {}
     try:
         with np.load(path) as file:
             found = dict(file)
     except (BadZipFile, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
+        raise DamagedFile(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
     for name, value in found.items():
         controller, _, column = name.partition("/")
         if column in COLUMNS or column == "influence":

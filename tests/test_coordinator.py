@@ -110,6 +110,9 @@ def test_stopped_repetition_is_continued_by_the_same_command(steps):
     assert steps()[0] == 0
     assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
     assert steps("--from-phase", "2")[1] == ["phase3", "evaluate", "report"]
+    assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
+    everything = steps("--from-phase", "2", "phase2.iterations=3")[1]  # another configuration: no continuation
+    assert everything == list(coordinator.STEPS) and Path("runs/smoke/phase2.old3").exists()
 
 
 def test_changed_configuration_looks_at_every_step_again(steps):

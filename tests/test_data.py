@@ -14,9 +14,10 @@ from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 from configs import load_config
 from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, collect_episode, content_hash,
                           cut_regions, episode_plan)
-from data.layout import DataError, Shape, file_hash, raw_settings, read_json
+from data.layout import DataError, Shape, file_hash, read_json
 from data.location import open_data
 from data.preprocess import preprocess
+from data.settings import raw_settings
 from env.graph import SCENE
 from env.launch import SumoError
 from env.traffic_env import make_env

@@ -14,9 +14,10 @@ from data_sets import config, graphs, hashes, make_data_set, silent
 
 import data.location as location
 from data.dataset import ChunkedDataset
-from data.layout import DataError, only_writer, processed_folder
+from data.layout import DataError, only_writer
 from data.location import copy_to_memory, make_room, on_windows_drive, open_data, size_of
 from data.preprocess import preprocess
+from data.settings import processed_folder
 from runtime.distributed import Team
 
 ROOT = Path(__file__).resolve().parent.parent

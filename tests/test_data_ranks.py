@@ -15,7 +15,7 @@ import pytest
 from data_sets import SAMPLES, config, graphs
 
 from data.dataset import ChunkedDataset
-from data.layout import processed_folder
+from data.settings import processed_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """

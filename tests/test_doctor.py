@@ -40,6 +40,7 @@ WSL = "5.15.167.4-microsoft-standard-WSL2"
     ([machine.space("/gone/away", 1, "disk", "free some", free=2 * 2**30)], OK, "2.0 GB free in /"),
     ([machine.space("/gone/away", 1, "disk", "free some", free=2**29)], WARN, "free some"),
     ([machine.open_files(1023)], WARN, "ulimit -n"), ([machine.open_files(1024)], OK, "1024"),
+    ([machine.space("/proc/self/status/deeper", 1, "data.folder", "")], WARN, "no folder that can be written to"),
     (machine.wsl2(WSL)[1], OK, "half of the host's memory"),
     (machine.wsl2("4.4.0-19041-Microsoft")[1], FAIL, "--set-version"),
     ([machine.processors(load=0.0)], OK, "load 0.0"), ([machine.processors(load=99.0)], WARN, "top"),
@@ -140,6 +141,8 @@ def test_expected_time_by_hand():
     # 32 environments x 200 steps; 320 sequences a rank in 13 micro-batches of 24, four times
     assert times["phase3"] == pytest.approx(5 * (6400 / 1600 + 4 * 13 * 0.025))
     assert times["evaluate"] == pytest.approx(20 * 50 * (4 * 0.005 + 0.005 + 1e-3 / 32))
+    cfg.env.suite = ["same"] * 3  # it was that of one variant
+    assert forecast(cfg, speed())["evaluate"] == pytest.approx(3 * times["evaluate"])
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from models import objectives
+from models.losses import ConstrainedLoss
 
 GAMMA, LAMBDA, CLIP, HORIZON = 0.97, 0.9, 0.2, 3
 
@@ -240,3 +241,12 @@ def test_losses_ignore_the_targets_of_nobody():
         logits, torch.full((4, HORIZON), 1e30), valid, 1.0)
     loss.backward()
     assert loss == 0 and (predicted.grad == 0).all() and (logits.grad == 0).all()
+
+
+def test_only_icvs_whose_whole_horizon_is_known_teach_the_risk_head():
+    """One known step without a conflict counted as "no conflict in any"; a known conflict is enough."""
+    known = torch.tensor([[[[True, True], [True, False], [True, False], [False, False]]]])
+    conflicts = torch.tensor([[[[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]]])
+    batch = {"advantage": torch.zeros(1, 1), "target_valid": known, "conflicts": conflicts,
+             "icv": torch.ones(1, 1, 4, dtype=torch.bool)}
+    assert [int(n) for n in ConstrainedLoss.counts(batch)] == [1, 4, 2]

@@ -4,6 +4,7 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import zlib
 from types import SimpleNamespace
 
@@ -17,9 +18,11 @@ from configs import ConfigError, dump_config, load_config
 from env import gui, sumo
 from env.launch import SumoError
 from env.workers import WorkerError
-from runtime import animation, pictures
+from runtime import animation, pictures, report
 from runtime.metrics import VOCABULARY
+from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
+from runtime.report_traffic import shield_section
 from runtime.tracks import load_tracks, save_tracks
 
 CONTROLLERS = ["none", "random", "policy"]
@@ -161,6 +164,30 @@ def test_parts_without_files_are_left_out(run, tmp_path):
     assert "<h2>How it was made</h2>" in build_report(tmp_path).read_text()
     shutil.copy(run.folder / "evaluation.json", tmp_path)
     assert re.findall("<h2>(.*?)</h2>", build_report(tmp_path).read_text()) == ["Scores", "How it was made"]
+
+
+def test_colours_do_not_run_out():
+    """Nine controllers, or a sweep: IndexError at the end of a long run."""
+    assert len(coloured([f"rule {i}" for i in range(20)])) == 20
+
+
+def test_rates_of_the_shield_are_those_of_an_episode(tmp_path):
+    """Of a suite they were as many times too high as it has variants."""
+    log = tmp_path / "log.csv"
+    log.write_text("controller,reason,step\n" + "policy,clipped,3\n" * 8)
+    result = {"summary": {"none": 0, "policy": 0}, "seeds": [1, 2], "variants": {"a": 0, "b": 0, "c": 0, "d": 0}}
+    assert "<td>clipped</td><td class=mine>1.0</td>" in "".join(shield_section(log, result))
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "evaluation.tracks.npz", "state.json"])
+def test_cut_results_are_named(run, tmp_path, name, monkeypatch, capsys):
+    """A kill while they were written: BadZipFile and JSONDecodeError as tracebacks."""
+    shutil.copytree(run.folder, tmp_path / "cut")
+    path = tmp_path / "cut" / name
+    path.write_bytes(path.read_bytes()[:-20])
+    monkeypatch.setattr(sys, "argv", ["report", str(path.parent)])
+    assert report.main() == 2
+    assert str(path) in capsys.readouterr().err
 
 
 def browse(page, folder, width, *options):

@@ -1,0 +1,93 @@
+"""What a data set was made with: compared before anything is added to it, or found again by it."""
+import copy
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from data.layout import VERSION, DataError, file_hash, read_json, write_atomically
+
+# Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
+READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
+           "tmpfs")
+BUILDING = ("storage", "k_vary")
+
+
+def raw_settings(cfg):
+    """What determines the raw samples: two collections with equal settings give equal files."""
+    data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
+    no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
+    env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
+    graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
+    names = sorted(set(sum(scenarios_by_variant(cfg), [])))
+    sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
+    return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
+            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
+            "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def scenario_hashes(config):
+    """{name: SHA-256} of a user's .sumocfg and of the files beside it that it names; {} when there is none."""
+    config = Path(config)
+    if not config.is_file():
+        return {}
+    named = re.findall(r'value="([^"]*)"', config.read_text(errors="replace"))
+    files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
+    return {os.path.relpath(path, config.parent): file_hash(path) for path in files if path.is_file()}
+
+
+def traffic_seed(cfg):
+    """What the recorded episodes derive from."""
+    return cfg.data.seed or cfg.run.seed
+
+
+def scenarios(cfg):
+    """The scenarios to collect from; "same" stands for env.scenario."""
+    return [cfg.env.scenario if name == "same" else name for name in cfg.data.scenarios]
+
+
+def of_scenario(cfg, scenario):
+    """A copy of the configuration with another scenario."""
+    cfg = copy.deepcopy(cfg)
+    cfg.env.scenario = scenario
+    return cfg
+
+
+def scenarios_by_variant(cfg):
+    """For each of `scenarios`, the scenario of every element of env.suite, which may have its own: [[name]]."""
+    return [[variant.env.scenario for variant in of_scenario(cfg, name).variants()] for name in scenarios(cfg)]
+
+
+def processed_folder(cfg):
+    """Where the graphs of this configuration lie; the folder's name is a hash of all that determines them."""
+    raw = Path(cfg.data.folder) / "raw" / "metadata.json"
+    read_json(raw, "metadata of a finished collection (run data.collect first)")
+    content = [VERSION, file_hash(raw), asdict(cfg.graph), *(getattr(cfg.data, name) for name in BUILDING)]
+    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+    return Path(cfg.data.folder) / "processed" / key
+
+
+def check_settings(path, settings, remedy):
+    """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
+    path = Path(path)
+    if not path.exists():
+        if any(path.parent.glob("chunk_*")):
+            raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(settings, indent=1))
+        return
+    old = read_json(path, "the settings of this data set")
+    if old != json.loads(json.dumps(settings)):
+        differences = list(_differences(old, settings))[:5]
+        raise DataError(f"{path}: this data set was made with other settings ({'; '.join(differences)}); {remedy}")
+
+
+def _differences(old, new, prefix=""):
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            yield from _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key} was {a!r}, is {b!r}"
