@@ -297,6 +297,18 @@ def test_constrained_loss_on_two_ranks_equals_one(ranks):
     same_training(ranks, "phase3", run_phase3(ALONE))
 
 
+def test_phase_3_decides_in_float32_under_autocast():
+    """With bf16 in the update the first ratio was not 1, as in phase 2."""
+    model, inside = fresh_model(config(), "risk_gnn"), []
+    for layer in model.controller.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(lambda *_: inside.append(torch.is_autocast_enabled("cpu")))
+    module, batch = ConstrainedLoss(model, config().phase2, config().phase3), sequence_batch(0, model)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(batch, ConstrainedLoss.counts(batch))
+    assert inside and not any(inside)
+
+
 def test_accumulation_reduces_gradients_once_per_optimiser_step(ranks):
     """Every bucket goes through the communication hook once in each step, although each step has two micro-batches."""
     for result in ranks.results:

@@ -18,6 +18,7 @@ from torch import nn
 from configs import Config, ConfigError
 from models.presets import PRESETS
 from models.risk_gnn import RiskGNN
+from runtime import batch_size
 from runtime.batch_size import first_batch, next_batch, search
 from runtime.distributed import StopRequest, Team
 from runtime.memory import PeakMemory, component, process_tree, pss_mb, tree_memory
@@ -363,6 +364,15 @@ def test_search_ends_at_a_batch_that_fits(capacity, start, most, expected):
 def test_search_says_when_nothing_fits():
     with pytest.raises(ConfigError, match="micro-batch of 1"):
         search(lambda batch: None, 32, 100)
+
+
+@pytest.mark.parametrize("fails_at, expected", [(math.inf, 40), (40, 32)])
+def test_the_rank_with_the_fullest_memory_decides_the_batch_size(fails_at, expected, monkeypatch):
+    monkeypatch.setattr(batch_size, "memory_share", lambda step, batch, device, budget: len(batch["mask"]) / 100)
+    said, other = [], lambda own: None if 100 * own >= fails_at else 2 * own
+    team = SimpleNamespace(world=2, local_world=2, device=CPU, say=said.append, gather=lambda own: [own, other(own)])
+    batch_size.find_batch_size(Config(), team, None, 8.0)
+    assert said[-1].startswith(f"phase1.batch_size={expected} uses {2 * expected}% "), said
 
 
 def test_compilation_is_tried_first_and_gives_the_same(capsys):
