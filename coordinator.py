@@ -113,10 +113,14 @@ def run_step(step, command, threads, stop):
         environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin make a busy machine much slower
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
         stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
+        if stop.asked:  # while it was started
+            stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()
         stop.child = None
         said = int(marker.read_text()) if marker.exists() else None
-        if code and said is not None and (said or stop.asked):  # torchrun calls a saved stop a failure
+        if code == 1 and said is None and stop.asked:  # torchrun, before its ranks had anything to save
+            return INTERRUPTED[0]
+        if code and (said if said != 1 else None) is not None and (said or stop.asked):  # torchrun calls them failures
             return said
         return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
@@ -233,7 +237,8 @@ def pipeline(options, stop):
         if code:
             print(f"\n{step} failed with exit code {code}; {console.again()}", file=sys.stderr)
             return code
-    state.pop("repeating", None)
+    if not options.only:
+        state.pop("repeating", None)
     save_state(folder, state)
     print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
                            for step, facts in state["steps"].items()))

@@ -13,6 +13,7 @@ A trajectory depends on scenario, seed and controller only: inference runs on on
 thread, so another selection of seeds or another number of workers gives the same rows.
 """
 import csv
+import io
 import json
 import sys
 from collections import Counter
@@ -28,14 +29,14 @@ from data.layout import write_atomically
 from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
-from env.workers import WorkerError, make_pool
+from env.workers import make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
 from runtime.scores import differences, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
-from train_ddp import USER_ERRORS
+from train_ddp import TROUBLES, USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
@@ -136,12 +137,14 @@ def write(path, scenario, seeds, rows, log):
     if variants:
         result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
     write_atomically(path, json.dumps(result, indent=1))
-    with open(path.with_suffix(".csv"), "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    with open(path.with_suffix(".shield.csv"), "w", newline="") as file:
-        csv.writer(file).writerows([(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
+    write_csv(path.with_suffix(".csv"), [list(rows[0]), *(row.values() for row in rows)])
+    write_csv(path.with_suffix(".shield.csv"), [(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
+
+
+def write_csv(path, lines):
+    text = io.StringIO()
+    csv.writer(text).writerows(lines)
+    write_atomically(path, text.getvalue())
 
 
 def find_checkpoint(path):
@@ -283,6 +286,8 @@ def check_output(options):
         raise ConfigError(f"command line: --out {options.out}: name the JSON file; the CSV is written beside it")
     for path in map(Path, filter(None, (options.out, options.tracks, options.animate))):
         new = not path.exists()
+        if not new and not path.is_file():
+            raise ConfigError(f"command line: {path} is no file; name another one")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
@@ -308,4 +313,4 @@ def show(cfg, controller, seed, models, folder, options):
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main, USER_ERRORS, (WorkerError,)))
+    sys.exit(run_script(main, USER_ERRORS, TROUBLES))

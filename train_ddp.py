@@ -26,7 +26,7 @@ from configs import ConfigError, console
 from configs.command_line import parse
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, bad_rows
-from data.layout import DataError
+from data.layout import DataError, WriteError
 from data.loading import StreamingDataset, make_loader
 from data.location import open_data
 from env.traffic_env import check_scenario
@@ -46,7 +46,7 @@ from runtime.training import (Progress, compile_gnn, episode_facts, first_weight
                               reduce_on_plateau, rescale_values, run_folder, same_number, save_config,
                               set_learning_rate, share_of_workers, to_device)
 
-USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError)
+USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError, WriteError)
 
 
 def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):

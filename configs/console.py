@@ -69,14 +69,14 @@ def again():
     return f"the same command continues: {shlex.join(sys.orig_argv)}"
 
 
-def exit_code(work, mistakes, kept=""):
-    """Exit code of `work()`: a mistake of the user (one of these exceptions) is one message and 2; Ctrl-C says what is
-    kept."""
+def exit_code(work, mistakes, kept="", troubles=()):
+    """Exit code of `work()`: a mistake of the user (one of these exceptions) is one message and 2, one of `troubles`
+    (which another try may survive) one message and 1; Ctrl-C says what is kept."""
     try:
         return work() or 0
-    except mistakes as error:
+    except (*troubles, *mistakes) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 1 if isinstance(error, troubles) else 2
     except KeyboardInterrupt:
         print(f"stopped; {kept}{again()}", file=sys.stderr)
         return 0

@@ -52,4 +52,4 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough: end as other programs do
-    sys.exit(exit_code(main, ConfigError))
+    sys.exit(exit_code(main, (ConfigError,)))

@@ -116,4 +116,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(console.exit_code(main, ConfigError))
+    sys.exit(console.exit_code(main, (ConfigError,)))

@@ -15,6 +15,7 @@ import os
 import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -22,12 +23,12 @@ from typing import NamedTuple
 import numpy as np
 
 from configs import ConfigError, console
-from data.layout import DataError, file_hash, only_writer, read_json, write_atomically
+from data.layout import DataError, WriteError, file_hash, only_writer, read_json, write_atomically
 from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
-from env.scenarios import build_scenario
-from env.traffic_env import make_env
+from env.traffic_env import check_scenario, make_env
+from env.workers import WorkerError
 
 FIELDS = ("x", "y", "angle", "speed", "accel", "lane", "length", "position", "lane_end", "progress", "icv",
           "odometer", "lead_gap", "lead_speed")  # of a SCENE record; `lead` becomes an index into the sample
@@ -71,9 +72,9 @@ def collect(cfg, report=print, meanwhile=lambda: None):
     """Write every missing chunk of the plan and then metadata.json. Returns the raw folder. `meanwhile` is called after
     every episode; what it raises ends the collection."""
     folder = Path(cfg.data.folder) / "raw"
-    for name in scenarios(cfg):
+    for name in scenarios(cfg) if not (folder / "metadata.json").exists() else ():
         try:
-            build_scenario(of_scenario(cfg, name), folder / "scenario")
+            check_scenario(of_scenario(cfg, name), folder / "scenario")
         except SumoError as error:
             raise SumoError(f"data.scenarios={cfg.data.scenarios}: {error}") from None
     with only_writer(cfg.data.folder, report):
@@ -100,6 +101,9 @@ def run_episodes(cfg, jobs, folder, meanwhile):
                 console.progress("collect: episode", done, len(jobs), f"{samples} samples of {job.scenario}, "
                                  f"{job.controller}, demand x{job.demand_scale}")
                 meanwhile()
+        except BrokenProcessPool:
+            raise WorkerError("collect: one of its processes was killed; finished episodes are kept, the same command "
+                              "continues") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -121,14 +125,15 @@ def collect_episode(cfg, job, folder):
 
 
 def _simulate(cfg, job, folder):
-    """An episode's samples. A simulator that dies or freezes begins it again, `rollout.restarts` times."""
+    """An episode's samples. A simulator that dies or freezes begins it again, `rollout.restarts` times; then
+    WorkerError."""
     for again in range(cfg.rollout.restarts, -1, -1):
         env, rng = make_env(cfg, folder), np.random.default_rng([job.seed, job.episode])
         try:
             return list(_samples(env, cfg.data, make_baseline(job.controller, cfg), job, rng))
         except SumoError as error:
             if not again:
-                raise
+                raise WorkerError(f"collect: episode {job.episode}, seed {job.seed}: {error}") from None
             console.say(f"NOTE: episode {job.episode}: {error}; it begins again")
         finally:
             env.close()
@@ -222,10 +227,8 @@ def _write_metadata(cfg, folder, plan):
 
 
 def _start_worker(parent):
-    import signal
+    os.setpgid(0, 0)  # signals may come to the whole group: the parent decides, and must be able to end this one
     die_with_parent(parent)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may come to the whole group; the parent decides
-        signal.signal(number, signal.SIG_IGN)
 
 
 def main():
@@ -234,4 +237,5 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(console.exit_code(main, (ConfigError, DataError, SumoError), "finished episodes are kept, "))
+    sys.exit(console.exit_code(main, (ConfigError, DataError, SumoError), "finished episodes are kept, ",
+                               (WorkerError, WriteError)))

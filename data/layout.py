@@ -29,6 +29,10 @@ class DataError(Exception):
     """A data file is missing, damaged or of another kind; the message names it."""
 
 
+class WriteError(DataError):
+    """The disk is full or gives up: another try may do."""
+
+
 class Shape(NamedTuple):
     """The sizes of a sample: T, H, M, n, k, and how features are stored ("float16" or "int8")."""
     history: int
@@ -69,7 +73,7 @@ class Shape(NamedTuple):
 # ---- files -----------------------------------------------------------------------------------------------------
 
 def write_atomically(path, data):
-    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it. DataError
+    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it. WriteError
     when the disk is full, with nothing half-written left."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -84,8 +88,8 @@ def write_atomically(path, data):
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise DataError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
-                        "continues") from None
+        raise WriteError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
+                         "continues") from None
 
 
 def read_json(path, what):

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, console
-from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_atomically
+from data.layout import (FEATURES, VERSION, DataError, Shape, WriteError, file_hash, only_writer, read_json,
+                         write_atomically)
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
@@ -199,4 +200,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(console.exit_code(main, (ConfigError, DataError), "finished chunks are kept, "))
+    sys.exit(console.exit_code(main, (ConfigError, DataError), "finished chunks are kept, ", (WriteError,)))

@@ -3,16 +3,19 @@ import copy
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 from data.layout import VERSION, DataError, file_hash, read_json, write_atomically
+from env.scenarios import options_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
 READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
            "tmpfs")
 BUILDING = ("storage", "k_vary")
+# SUMO's options, with their short names, that name files which traffic follows from. Others name what it writes.
+INPUTS = ("net-file", "net", "n", "route-files", "routes", "r", "additional-files", "additional", "a", "weight-files",
+          "weights", "w", "load-state")
 
 
 def raw_settings(cfg):
@@ -33,7 +36,7 @@ def scenario_hashes(config):
     config = Path(config)
     if not config.is_file():
         return {}
-    named = re.findall(r'value="([^"]*)"', config.read_text(errors="replace"))
+    named = [value for name, value in options_of(config).items() if name in INPUTS]
     files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
     return {os.path.relpath(path, config.parent): file_hash(path) for path in files if path.is_file()}
 
@@ -79,6 +82,8 @@ def check_settings(path, settings, remedy):
         write_atomically(path, json.dumps(settings, indent=1))
         return
     old = read_json(path, "the settings of this data set")
+    if not isinstance(old, dict):
+        raise DataError(f"{path}: damaged, not the settings of a data set; {remedy}")
     if old != json.loads(json.dumps(settings)):
         differences = list(_differences(old, settings))[:5]
         raise DataError(f"{path}: this data set was made with other settings ({'; '.join(differences)}); {remedy}")

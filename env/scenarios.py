@@ -5,11 +5,11 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 from env.launch import SumoError, find_binary, sumo_environment
 from env.networks import NETWORKS
@@ -42,11 +42,20 @@ def build_scenario(cfg, folder):
     return str(config)
 
 
+def options_of(scenario):
+    """{option: value} of a .sumocfg, as SUMO reads it; {} when it is no XML (SUMO itself will say so)."""
+    try:
+        return {e.tag: e.get("value", e.get("v", "")) for e in ElementTree.parse(scenario).getroot().iter()}
+    except ElementTree.ParseError:
+        return {}
+
+
 def own_scale(scenario):
-    """The demand scale that a .sumocfg sets itself; 1 where it sets none."""
-    with open(scenario, errors="replace") as file:
-        found = re.search(r'<scale\s+value="([\d.eE+-]+)"', file.read())
-    return float(found[1]) if found else 1.0
+    """The demand scale that a .sumocfg sets itself; 1 where it sets none that SUMO would take."""
+    try:
+        return float(options_of(scenario).get("scale", 1.0))
+    except ValueError:
+        return 1.0
 
 
 def _user_scenario(name):

@@ -219,7 +219,7 @@ def special_lanes(client):
     sublanes = float(client.simulation.getOption("lateral-resolution")) > 0
     lane, ids = client.lane, client.lane.getIDList()
     crossing = [i for i in ids if sublanes or (i.startswith(":") and lane.getInternalFoes(i))]
-    return crossing, [i for i in ids if "passenger" not in (lane.getAllowed(i) or ["passenger"])]
+    return crossing, [i for i in ids if "passenger" in lane.getDisallowed(i)]
 
 
 def episode_arguments(scenario, seed, env_cfg):

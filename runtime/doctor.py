@@ -247,4 +247,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main, ConfigError))
+    sys.exit(exit_code(main, (ConfigError,)))

@@ -103,7 +103,7 @@ def load_tracks(path):
     try:
         with np.load(path) as file:
             found = dict(file)
-    except (BadZipFile, EOFError, ValueError, KeyError) as error:
+    except DAMAGES as error:
         raise DamagedFile(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
     for name, value in found.items():
         controller, _, column = name.partition("/")
