@@ -89,9 +89,10 @@ class LibSumo:
         except self.client.TraCIException:
             return []
 
-    def will_stop(self, name):
-        """See env.sumo.Sumo.will_stop."""
-        return len(self.client.vehicle.getStops(name.decode(), 1)) > 0
+    def habits(self, name):
+        """See env.sumo.Sumo.habits."""
+        name, vehicle = name.decode(), self.client.vehicle
+        return len(vehicle.getStops(name, 1)) > 0, vehicle.getActionStepLength(name)
 
     def time(self):
         """Simulated time, s."""

@@ -10,7 +10,6 @@ from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
-MAX_HOPS = 10      # lanes followed downstream in search of a leader
 
 
 @dataclass
@@ -143,10 +142,7 @@ class Traffic:
         road, vehicle = self.road, rest % max(self.n, 1)
         current, at = lane[rest], self.route_at[vehicle]
         travelled = road.lane_length[current] - self.pos[vehicle]
-        for _ in range(MAX_HOPS):
-            near = np.flatnonzero(travelled < self.lookahead)
-            if not len(near):
-                return
+        while len(near := np.flatnonzero(travelled < self.lookahead)):
             rest, current, at, travelled = rest[near], current[near], at[near], travelled[near]
             target = self.routes[at + 1]
             fits = (road.link_edge[current] == target[:, None]) & (target >= 0)[:, None]  # -1 also fills unused links

@@ -4,24 +4,26 @@ import numpy as np
 # Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
 # deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
 STOPPING = 5
+SAFE_SPEED = 1  # for who acts so seldom that a command comes late
 
 
 class Routes:
     """By slot: metres (length of the whole route) and start (place of the route in `flat`, one array of edge numbers
-    in which two -1 end each route); stopping: STOPPING for who had a stop ahead when it came, which is asked where
-    `may_stop`, else 0."""
+    in which two -1 end each route); checks: bits of SUMO's speed mode that stay on for who had a stop ahead when it
+    came, or acts less often than every `step` s, which is asked where `step` is given."""
 
-    def __init__(self, road, slots, may_stop=False):
-        self.may_stop, self.stopping = may_stop, np.zeros(slots, int)
+    def __init__(self, road, slots, step=None):
+        self.step, self.checks = step, np.zeros(slots, int)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres = np.zeros(slots, int), np.ones(slots)
 
     def follow(self, simulator, ids, routes, slots, new_icvs):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
-        stops of `new_icvs` [N]: one question each, because only who is commanded matters."""
-        for i in np.flatnonzero(new_icvs) if self.may_stop else ():
-            self.stopping[slots[i]] = STOPPING * simulator.will_stop(ids[i])
+        habits of `new_icvs` [N]: a question each, because only who is commanded matters."""
+        for i in np.flatnonzero(new_icvs) if self.step else ():
+            stops, acts_every = simulator.habits(ids[i])
+            self.checks[slots[i]] = STOPPING * stops | SAFE_SPEED * (acts_every > self.step + 1e-6)
         of_slot = self.of_slot
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
                    if of_slot[slot] != route]

@@ -54,3 +54,16 @@ def empty_observation(space):
     out = {name: np.zeros(box.shape, box.dtype) for name, box in space.items()}
     out["neighbours"].fill(-1)
     return out
+
+
+def speed_change(accel, speed, allowed, interval, step_length):
+    """(acceleration m/s^2, duration s) that SUMO is told for a command: not beyond the speed limit `allowed`, which
+    SUMO ignores without its safe-speed check.
+
+    Who must stand before the interval is over does so at its end, else its driver would start again; after emergency
+    braking it does so at once, because SUMO spreads a change of speed over the duration.
+    """
+    accel = min(accel, max((float(allowed) - float(speed)) / interval, -1.0))
+    if accel < ACCEL_LOW and speed > 0.1:
+        return accel, min(interval, max(float(speed) / -accel, step_length))
+    return max(accel, -float(speed) / interval - 1e-3), interval

@@ -180,9 +180,10 @@ class Sumo:
             routes.append(edges or [])
         return routes
 
-    def will_stop(self, name):
-        """Whether a vehicle (bytes) has a stop ahead."""
-        return self._ask(lambda: len(self.client.vehicle.getStops(name.decode(), 1)) > 0)
+    def habits(self, name):
+        """(whether a vehicle (bytes) has a stop ahead, how often its driver acts, s)."""
+        name, vehicle = name.decode(), self.client.vehicle
+        return self._ask(lambda: (len(vehicle.getStops(name, 1)) > 0, vehicle.getActionStepLength(name)))
 
     def _ask(self, question):
         """What `question()` finds out with the stock client; SumoError when SUMO dies meanwhile."""
@@ -215,10 +216,13 @@ class Sumo:
 
 def special_lanes(client):
     """Ids of the junction lanes that cross or meet others (of all lanes in SUMO's sublane model, where drivers pass
-    each other on one lane), and of the lanes that do not allow passenger cars."""
-    sublanes = float(client.simulation.getOption("lateral-resolution")) > 0
-    lane, ids = client.lane, client.lane.getIDList()
-    crossing = [i for i in ids if sublanes or (i.startswith(":") and lane.getInternalFoes(i))]
+    each other on one lane, or where a lane change takes time on both lanes) or that a traffic light closes, and of the
+    lanes that do not allow passenger cars."""
+    lane, ids, lights = client.lane, client.lane.getIDList(), client.trafficlight
+    beside = any(float(client.simulation.getOption(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
+    lit = {via or to for light in lights.getIDList() for links in lights.getControlledLinks(light)
+           for _, to, via in links}
+    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
     return crossing, [i for i in ids if "passenger" in lane.getDisallowed(i)]
 
 
@@ -228,7 +232,8 @@ def episode_arguments(scenario, seed, env_cfg):
     return ["-c", scenario, *scale, "--seed", str(seed), "--random", "false", "--step-length", str(env_cfg.step_length),
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
-            "--duration-log.disable"]
+            "--duration-log.disable",
+            "--max-depart-delay", "-1", "--time-to-teleport.remove", "false"]  # nobody leaves the score unseen
 
 
 def open_simulator(arguments, env_cfg):

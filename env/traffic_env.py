@@ -13,7 +13,7 @@ from env.scenarios import build_scenario
 from env.score import EpisodeTotals
 from env.slots import Slots
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
-                        empty_observation, observation_space, write_observation)
+                        empty_observation, observation_space, speed_change, write_observation)
 from env.tails import near_crossing
 
 
@@ -47,7 +47,8 @@ class TrafficEnv(gymnasium.Env):
         self._start_traffic()
         n = self.env_cfg.max_vehicles
         self.slots = Slots(n, self.seed, self.env_cfg.icv_share)
-        self.routes = Routes(self.road, n, may_stop=self.env_cfg.scenario.endswith(".sumocfg"))
+        users = self.env_cfg.scenario.endswith(".sumocfg")  # built-in vehicles neither stop nor act seldom
+        self.routes = Routes(self.road, n, self.env_cfg.step_length if users else None)
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
@@ -140,10 +141,11 @@ class TrafficEnv(gymnasium.Env):
             name = self.slots.names[slot]
             if brake > 0 or not np.isnan(accel):
                 accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
-                driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.stopping[slot])
+                driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.checks[slot])
                 if self.driven.get(name) != driven[name]:
                     commands.append(sumo.SetModes(name, driven[name], e.lane_change_mode))
-                commands.append(self._accelerate(slot, accel))
+                commands.append(sumo.Accelerate(name, *speed_change(accel, self.speed[slot], self.allowed[slot],
+                                                                    e.control_interval, e.step_length)))
                 effort += abs(accel)
             on = self.lane_at[slot]
             target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
@@ -155,14 +157,6 @@ class TrafficEnv(gymnasium.Env):
         self.driven = driven
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.slots.icv.sum()), 1)
-
-    def _accelerate(self, slot, accel):
-        """The acceleration as SUMO is told it: not beyond the speed limit, which SUMO ignores without its safe-speed
-        check; and braking only until the vehicle stands, because SUMO spreads a change of speed over the duration."""
-        e, speed = self.env_cfg, float(self.speed[slot])
-        accel = min(accel, max((self.allowed[slot] - speed) / e.control_interval, -1.0))
-        stop = speed / -accel if accel < 0 else e.control_interval
-        return sumo.Accelerate(self.slots.names[slot], accel, min(e.control_interval, max(stop, e.step_length)))
 
     def _observe(self, out=None, first=False):
         """Read SUMO, update slots, build the observation and the totals."""

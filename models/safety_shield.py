@@ -58,14 +58,16 @@ class SafetyShield(nn.Module):
             return accel, lane, torch.zeros_like(accel), reason
         limit, danger = self.limits(speed, surround)
         danger = danger & ~torch.isnan(accel)
+        there = torch.where(lane == LEFT, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
+        side = torch.where((lane == LEFT)[..., None], surround[..., LEFT_SIDE], surround[..., RIGHT_SIDE])
+        behind_new = self.follow(speed, *side[..., :2].unbind(-1))  # as on its own lane: it will have to brake for both
+        # A driver whose speed is not commanded keeps SUMO's checks and changes lane when the gaps are safe.
+        free = (behind_new >= -3.0) & self.room_behind(speed, side) & ~danger
+        allowed = (lane == KEEP) | there & (torch.isnan(accel) | free)
+        limit = torch.where(allowed & (lane != KEEP), torch.minimum(limit, behind_new), limit)
         safe = torch.minimum(accel, limit)
         safe = torch.where(danger, safe.clamp(max=-self.cfg.emergency_decel), safe)
-        reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger
-        # A driver whose speed is not commanded keeps SUMO's checks and changes lane when the gaps are safe.
-        there = torch.where(lane == LEFT, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
-        allowed = (lane == KEEP) | (torch.isnan(accel) & there) | (
-            self.lane_is_free(lane == LEFT, speed, surround) & ~danger)
-        reason = reason + LANE_VETO * ~allowed
+        reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger + LANE_VETO * ~allowed
         if risk_logit is not None and bool(self.risk_trained):
             risky = risk_logit.sigmoid() > self.cfg.risk_threshold
             reason = reason + RISK * (risky & ((safe > 0) | (allowed & (lane != KEEP))))
@@ -82,7 +84,10 @@ class SafetyShield(nn.Module):
         for side, exists in ((LEFT_SIDE, HAS_LEFT), (RIGHT_SIDE, HAS_RIGHT)):
             # Who drives in front on a lane beside may move over and does not expect to be accelerated at meanwhile.
             cut_in = self.follow(speed, *surround[..., side].unbind(-1)[:2]).clamp(min=0)
-            highest = torch.where(surround[..., exists] > 0.5, torch.minimum(highest, cut_in), highest)
+            there = surround[..., exists] > 0.5
+            if side == RIGHT_SIDE:  # of two exactly abreast the left one goes first, or both would wait for ever
+                there = there & ~(surround[..., side][..., ::2] < 0).all(-1)
+            highest = torch.where(there, torch.minimum(highest, cut_in), highest)
         closing, open_gap = speed - lead_speed, gap.clamp(min=0)
         danger = ((closing > 0.1) & (open_gap < c.ttc_s * closing)) | (open_gap < c.thw_s * speed)
         return highest, danger
@@ -95,14 +100,9 @@ class SafetyShield(nn.Module):
         way = (free + lead_speed ** 2 / (2 * c.leader_decel)).clamp(min=1e-3)
         return torch.where(way < speed * self.interval / 2, -speed ** 2 / (2 * way), (target - speed) / self.interval)
 
-    def lane_is_free(self, to_left, speed, surround):
-        """Whether the target lane exists and has a safe gap in front and behind for one control interval."""
-        c = self.cfg
-        side = torch.where(to_left[..., None], surround[..., LEFT_SIDE], surround[..., RIGHT_SIDE])
-        exists = torch.where(to_left, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
-        gap, lead_speed, rear_gap, rear_speed = side.unbind(-1)
-        free = gap - c.min_gap_m
-        target = safe_next_speed(free, speed, lead_speed, self.interval, c.own_decel, c.leader_decel)
-        closing = (rear_speed - speed).clamp(min=0)  # the follower reacts after lane_gap_s and then brakes
+    def room_behind(self, speed, side):
+        """Whether the follower on the target lane, which reacts after lane_gap_s and then brakes, has room enough."""
+        c, rear_gap, rear_speed = self.cfg, side[..., 2], side[..., 3]
+        closing = (rear_speed - speed).clamp(min=0)
         needed = c.min_gap_m + c.lane_gap_s * closing + closing ** 2 / (2 * c.emergency_decel) + rear_speed / 2
-        return exists & (target >= speed - 3.0 * self.interval) & (rear_gap >= needed)
+        return rear_gap >= needed

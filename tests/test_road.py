@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from env import graph
-from env.road import FREE_SPEED, MAX_HOPS, Road, Traffic
+from env.road import FREE_SPEED, Road, Traffic
 from env.tails import near_crossing
 
 # a (two lanes) leads to b by both lanes and to c by its left lane (a diverge); the ramp m joins b; the left lane of b
@@ -61,7 +61,7 @@ def naive_ahead(scene, i, lane):
     on = lambda name: [(v[1], j) for j, v in enumerate(scene.vehicles) if v[0] == name]  # noqa: E731
     in_front = [(p, j) for p, j in on(lane) if p > pos]
     travelled = -pos
-    for _ in range(MAX_HOPS + 1):
+    for _ in range(100):
         if in_front:
             p, j = min(in_front)
             return j, travelled + p - scene.vehicles[j][3], scene.vehicles[j][2]
