@@ -323,3 +323,19 @@ def test_all_at_once_equals_one_by_one():
             for whole, single in zip(together, alone):
                 torch.testing.assert_close(whole[b, k], single, rtol=0, atol=0, equal_nan=True)
     assert {reason & bit for reason in together[3].flatten().tolist() for bit in REASONS} == {0, 1, 2, 4, 8}
+
+
+def test_two_abreast_do_not_wait_for_each_other():
+    """Each was in front of the other: at a red light two ICVs held each other for ever. The left one goes first."""
+    beside = (-5.0, 0.0, -5.0, 0.0)
+    held, goes = (check(shield(), 1.0, KEEP, 0.0, around(**{side: beside}))[0] for side in ("left", "right"))
+    assert held == 0 and goes == 1
+    assert check(shield(), 1.0, KEEP, 0.0, around(right=(-4.9, 0.0, 10.0, 0.0)))[0] == 0  # that one is in front
+
+
+@pytest.mark.parametrize("gap, expected", [(22.0, (-2.0, LEFT, CLIPPED)), (18.0, (0.0, KEEP, CLIPPED | LANE_VETO))])
+def test_lane_change_that_needs_braking_brakes(gap, expected):
+    """It was granted because the vehicle could brake by 3 m/s^2 behind its new leader, and then it did not. A lane
+    change that is not granted needs no braking."""
+    accel, lane, brake, reason = check(shield(), 1.0, LEFT, 20.0, around(left=(gap, 18.0, 200.0, 0.0)))
+    assert (round(accel, 3), lane, reason) == expected and brake == 0

@@ -1,0 +1,141 @@
+"""Networks and configurations of users, in which shield, score or settings once did not see everything."""
+import subprocess
+
+import numpy as np
+import pytest
+
+from benchmarks.shield import Adversary
+from configs.schema import Config
+from data.settings import scenario_hashes
+from env.launch import find_binary, sumo_environment
+from env.scenarios import own_scale
+from env.spaces import speed_change
+
+from helpers import FLOWS, episode, only
+
+LIGHT = '<node id="a" x="0" y="0"/><node id="t" x="500" y="0" type="traffic_light"/><node id="z" x="800" y="0"/>'
+STRAIGHT = ('<edge id="in" from="a" to="t" numLanes="{0}" speed="30"/>'
+            '<edge id="out" from="t" to="z" numLanes="{0}" speed="30"/>')
+RED = ('<additional><tlLogic id="t" type="static" programID="m" offset="0"><phase duration="25" state="G"/>'
+       '<phase duration="3" state="y"/><phase duration="20" state="r"/></tlLogic></additional>')
+
+
+@pytest.fixture
+def road(tmp_path):
+    """road(nodes, edges, routes, more, additional) -> path of a .sumocfg."""
+    def build(nodes, edges, routes="", more="", additional="<additional/>"):
+        for name, root, text in (("nodes", "nodes", nodes), ("edges", "edges", edges), ("routes", "routes", routes)):
+            (tmp_path / f"{name}.xml").write_text(f"<{root}>{text}</{root}>")
+        (tmp_path / "more.xml").write_text(additional)
+        subprocess.run([find_binary("netconvert"), "-n", tmp_path / "nodes.xml", "-e", tmp_path / "edges.xml", "-o",
+                        tmp_path / "net.xml"], check=True, capture_output=True, env=sumo_environment())
+        path = tmp_path / "road.sumocfg"
+        path.write_text('<configuration><input><net-file value="net.xml"/><route-files value="routes.xml"/>'
+                        f'<additional-files value="more.xml"/></input>{more}</configuration>')
+        return str(path)
+    return build
+
+
+# ---- what the shield relies on -----------------------------------------------------------------------------------
+
+def test_signal_without_crossing_traffic(make, road):
+    """SUMO's check was off there: an ICV came to a red light at full speed, was stopped at the line, and was hit."""
+    flow = '<flow id="f" begin="0" end="140" period="4" departSpeed="max"><route edges="in out"/></flow>'
+    env = make(scenario=road(LIGHT, STRAIGHT.format(1), flow, additional=RED), icv_share=1.0, max_commands=200)
+    adversary = Adversary(env.cfg, "throttle")
+    adversary.begin(0, 1)
+    observation, _ = env.reset(seed=1)
+    assert env.simulator.special_lanes()[0] == [":t_0_0"]
+    for _ in range(150):
+        command = adversary.act(observation, 0)
+        observation, *_, info = env.command(*(command[name] for name in ("slot", "accel", "lane", "brake")))
+    assert info["collisions"] == 0 and info["arrived"] > 15
+
+
+@pytest.mark.parametrize("option, every", [("", False), ('<lanechange.duration value="3"/>', True),
+                                           ('<lateral-resolution value="0.8"/>', True)])
+def test_lanes_on_which_somebody_may_be_beside(make, road, option, every):
+    """With a lane change that takes time a vehicle is on two lanes at once."""
+    flow = '<flow id="f" begin="0" end="10" period="4"><route edges="in out"/></flow>'
+    env = make(scenario=road(LIGHT, STRAIGHT.format(2), flow, f"<processing>{option}</processing>"))
+    env.reset(seed=1)
+    crossing, _ = env.simulator.special_lanes()
+    assert ({"in_0", "out_1"} <= set(crossing)) == every
+
+
+def test_lane_closed_to_everybody_is_no_lane(make, road):
+    """A lane that allows nobody was taken for one that allows everybody: told to go there, ICVs were charged for it."""
+    edge = '<edge id="in" from="a" to="t" speed="30" numLanes="3"><lane index="2" disallow="all"/></edge>'
+    flow = '<flow id="f" begin="0" end="10" period="4"><route edges="in"/></flow>'
+    env = make(scenario=road(LIGHT, edge + STRAIGHT.split("/>")[1].format(2) + "/>", flow))
+    env.reset(seed=1)
+    assert env.simulator.special_lanes()[1] == ["in_2"]
+    lane = env.road.lane_index["in_1"]
+    assert not env.road.has_lane(lane, 2) and env.road.has_lane(lane, 0)
+
+
+def test_who_acts_seldom_keeps_the_safe_speed(make, grid):
+    """A command reaches such a driver only when he acts next, too late for what the shield assumes."""
+    types = '<vType id="slow" actionStepLength="1"/><vType id="quick"/>'
+    flows = "".join(f'<vehicle id="{kind}" type="{kind}" depart="{i * 3}"><route edges="A0B0 B0C0"/></vehicle>'
+                    for i, kind in enumerate(("slow", "quick")))
+    env = make(scenario=grid(types + flows), icv_share=1.0)
+    episode(env, 1, 5)
+    assert [env.routes.checks[env.slots.slot_of[name]] for name in (b"slow", b"quick")] == [1, 0]
+
+
+# ---- standing still ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("accel, speed, allowed, expected", [
+    (-3.0, 20.0, 30.0, (-3.0, 1.0)), (2.0, 20.0, 30.0, (2.0, 1.0)), (2.0, 29.5, 30.0, (0.5, 1.0)),
+    (2.0, 40.0, 30.0, (-1.0, 1.0)), (-3.0, 1.5, 30.0, (-1.501, 1.0)), (-1.0, 0.0, 30.0, (-0.001, 1.0)),
+    (-9.0, 4.5, 30.0, (-9.0, 0.5)), (-9.0, 20.0, 30.0, (-9.0, 1.0)), (-9.0, 0.05, 30.0, (-0.051, 1.0))])
+def test_what_sumo_is_told(accel, speed, allowed, expected):
+    assert speed_change(accel, speed, allowed, 1.0, 0.1) == pytest.approx(expected)
+
+
+def test_braking_to_a_stop_ends_in_standing(make, grid):
+    """SUMO's driver accelerated again for the rest of each second: an ICV that was told -3 m/s^2 crept on for ever."""
+    env = make(scenario=grid('<vehicle id="a" depart="0"><route edges="A0B0 B0C0"/></vehicle>'), icv_share=1.0)
+    env.reset(seed=1)
+    speeds = []
+    for step in range(14):
+        env.command(*only(env, np.flatnonzero(env.observation["icv"]), 1.0 if step < 3 else -3.0))
+        speeds.append(float(env.scene["speed"][0]))
+    assert speeds[2] > 5 and speeds[9:] == [0.0] * 5
+
+
+# ---- score and settings ------------------------------------------------------------------------------------------
+
+def test_nobody_leaves_the_score_unseen(make, grid):
+    """Who was removed for standing counted as arrived, and who waited too long outside not at all."""
+    more = ('<processing><time-to-teleport.remove value="true"/><max-depart-delay value="5"/>'
+            '</processing>')
+    stop = '<stop lane="B0C0_0" endPos="80" duration="300"/>'
+    blocked = f'<vehicle id="a" depart="0"><route edges="A0B0 B0C0"/>{stop}</vehicle>{FLOWS}'
+    plain, strict = (episode(make(scenario=grid(blocked, more=text), teleport_s=10.0), 1, 100)[-1][2]
+                     for text in ("", more))
+    for name in ("loaded", "arrived", "teleports", "vehicles"):
+        assert plain[name] == strict[name], name
+    assert plain["teleports"] > 0
+
+
+@pytest.mark.parametrize("text, expected", [
+    ('<scale value="0.5"/>', 0.5), ("<scale value='0.5'/>", 0.5), ('<scale v="5e-1"/>', 0.5),
+    ('<!-- <scale value="3"/> -->', 1.0), ('<scale value="much"/>', 1.0), ("<not-closed>", 1.0)])
+def test_scale_of_a_configuration_as_sumo_reads_it(tmp_path, text, expected):
+    """A regular expression obeyed comments and did not see single quotes: twice the demand, or a third."""
+    path = tmp_path / "a.sumocfg"
+    path.write_text(f"<configuration><processing>{text}</processing></configuration>")
+    assert own_scale(path) == expected
+
+
+def test_what_sumo_writes_is_no_setting_of_a_data_set(tmp_path):
+    """Its outputs lay beside the network and counted as inputs: no data set could be used a second time."""
+    for name in ("net.xml", "a.rou.xml", "b.rou.xml", "trips.xml", "log.txt"):
+        (tmp_path / name).write_text(name)
+    config = tmp_path / "town.sumocfg"
+    config.write_text("<configuration><n v='net.xml'/><route-files value=\"a.rou.xml, b.rou.xml\"/><output>"
+                      '<tripinfo-output value="trips.xml"/></output><log value="log.txt"/></configuration>')
+    assert set(scenario_hashes(config)) == {"town.sumocfg", "net.xml", "a.rou.xml", "b.rou.xml"}
+    assert Config().env.scenario == "corridor" and scenario_hashes("corridor") == {}
