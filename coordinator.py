@@ -118,9 +118,9 @@ def run_step(step, command, threads, stop):
         code = stop.child.wait()
         stop.child = None
         said = int(marker.read_text()) if marker.exists() else None
-        if code == 1 and said is None and stop.asked:  # torchrun, before its ranks had anything to save
-            return INTERRUPTED[0]
-        if code and (said if said != 1 else None) is not None and (said or stop.asked):  # torchrun calls them failures
+        if code == 1 and stop.asked and not said:  # so torchrun ends after a signal; None: its ranks had not begun
+            return INTERRUPTED[0] if said is None else 0
+        if code and said not in (None, 0, 1):
             return said
         return OUT_OF_MEMORY if code and oom_kills() > killed else code
 
@@ -156,8 +156,9 @@ def load_state(path, cfg):
     there is to continue."""
     try:
         state = json.loads(path.read_text()) if path.exists() else {}
-        done, parts = dict(state.get("steps", {})), dict(state.get("parts", {}))
-    except (ValueError, AttributeError, TypeError) as error:
+        done = {step: dict(facts) for step, facts in state.get("steps", {}).items()}
+        parts = dict(state.get("parts", {}))
+    except (ValueError, AttributeError, TypeError, OSError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
     if state.get("configuration") != digest:

@@ -29,7 +29,7 @@ from data.layout import write_atomically
 from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
-from env.workers import make_pool
+from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
@@ -176,7 +176,7 @@ def parse_seeds(text):
         for part in text.split(","):
             first, _, last = part.partition("-")
             more = range(int(first), int(last or first) + 1)
-            if not more or more[-1] >= 2 ** 31 - 1:
+            if not more or more[-1] >= 2 ** 31 - 1 or len(more) > 100_000:
                 raise ValueError
             seeds += more
     except ValueError:
@@ -250,26 +250,29 @@ def main():
     options = parse(__doc__, add=add_options, load=False)
     configs, controllers, seeds, models = settings(options)
     check_output(options)
+    first, same = next(iter(configs.values())), (options.sweep or "").startswith(COMMANDS_ONLY)
+    folder = str(Path(first.run.folder) / first.run.name / "scenario")
+    for cfg in [first] if same else configs.values():
+        check_scenario(cfg, folder)
+    if options.animate or options.gui:
+        return show(first, controllers[-1], seeds[0], models, folder, options)
     rows, log, known = [], [], []
     for name, cfg in configs.items():
-        folder = str(Path(cfg.run.folder) / cfg.run.name / "scenario")
-        check_scenario(cfg, folder)
-        if options.animate or options.gui:
-            return show(cfg, controllers[-1], seeds[0], models, folder, options)
         mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known)
-        if options.sweep and options.sweep.startswith(COMMANDS_ONLY):
+        if same:
             known = [row for row in mine if row["controller"] == "none"]
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         log += [(line[0] + name, *line[1:]) for line in lines]
-    suite = f", mean of {len(cfg.env.suite)} variants" if len(cfg.env.suite) > 1 else ""
-    print(f"\n{cfg.env.scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
+    scenario = ", ".join(dict.fromkeys(cfg.env.scenario for cfg in configs.values()))
+    suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
+    print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
     print("\n".join([table(summarise(rows)), *differences(rows)]))
     if options.out:
-        write(options.out, cfg.env.scenario, seeds, rows, log)
+        write(options.out, scenario, seeds, rows, log)
     if options.tracks:
-        tracks = watch(cfg, to_record(summarise(rows)), seeds[0], models, folder)
-        save_tracks(options.tracks, tracks, cfg.env.control_interval, seeds[0])
+        tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
+        save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
 
 
 def to_record(summary):
@@ -284,7 +287,16 @@ def check_output(options):
         raise ConfigError("command line: --tracks with --sweep: which of its settings? Name one as section.key=value")
     if options.out and Path(options.out).suffix == ".csv":
         raise ConfigError(f"command line: --out {options.out}: name the JSON file; the CSV is written beside it")
-    for path in map(Path, filter(None, (options.out, options.tracks, options.animate))):
+    watched = options.gui or options.animate
+    if watched and (options.out or options.tracks or options.sweep):
+        raise ConfigError("command line: --gui and --animate show one episode; --out, --tracks and --sweep score many")
+    scores, drawn, tracks = ([Path(name)] if name else [] for name in (options.out, options.animate, options.tracks))
+    files = [*tracks, *scores, *drawn, *(path.with_suffix(".tracks.npz") for path in drawn),
+             *(path.with_suffix(kind) for path in scores for kind in (".csv", ".shield.csv"))]
+    if len(set(files)) < len(files):
+        raise ConfigError(f"command line: --out {options.out} and --tracks {options.tracks} would write the same file; "
+                          "name different ones")
+    for path in files:
         new = not path.exists()
         if not new and not path.is_file():
             raise ConfigError(f"command line: {path} is no file; name another one")

@@ -27,7 +27,7 @@ from configs.command_line import parse
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError, WriteError
-from data.loading import StreamingDataset, make_loader
+from data.loading import StreamingDataset, make_loader, windows
 from data.location import open_data
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -42,9 +42,9 @@ from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.rollout import Collector
-from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, learning_rate, mean_logs,
-                              reduce_on_plateau, rescale_values, run_folder, same_number, save_config,
-                              set_learning_rate, share_of_workers, to_device)
+from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
+from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs, rescale_values,
+                              run_folder, same_number, save_config, share_of_workers, to_device)
 
 USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError, WriteError)
 
@@ -84,7 +84,7 @@ def phase1(cfg, team, guard):
     train, held_out = (ChunkedDataset(data, split, *options) for split in ("train", "held_out"))
     sampler = BlockSampler(train.sizes, p.batch_size, team.rank, team.world, cfg.run.seed, p.loader.drop_last,
                            cfg.data.open_chunks, p.loader.rank_weights)
-    per_epoch = len(sampler) // p.accumulation
+    per_epoch = (len(sampler) if p.loader.drop_last else len(sampler) + p.accumulation - 1) // p.accumulation
     if not per_epoch:
         raise DataError(f"{cfg.data.folder}: {len(train)} training samples do not fill one step of {team.world} "
                         f"ranks x {p.batch_size} x accumulation {p.accumulation}; collect more or lower one of them")
@@ -132,26 +132,25 @@ def phase1(cfg, team, guard):
 
 def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch):
     """The rest of one epoch. Returns its means, or None when it must stop and everything is saved."""
-    p, c, window, logs, start, samples, bad = cfg.phase1, progress.counters, [], [], time.perf_counter(), 0, []
-    for batch in loader:
-        bad += bad_rows(loader.dataset, batch) if batch["bad"].any() else []
-        window.append(prepare(to_device(batch, team.device), cfg.data.future))
-        if len(window) < p.accumulation:
-            continue  # a short window at the end of an epoch is dropped like a short batch
+    p, c, logs, start, samples = cfg.phase1, progress.counters, [], time.perf_counter(), 0
+    batch = team.world * p.batch_size
+    most = per_epoch * p.accumulation * batch
+    for batches in windows(loader, p.accumulation, p.loader.drop_last):
+        bad = sum((bad_rows(loader.dataset, one) for one in batches if one["bad"].any()), [])
+        window = [prepare(to_device(one, team.device), cfg.data.future) for one in batches]
         count, anywhere = team.all_sum([sum(int(w["target_valid"].sum()) for w in window), len(bad)])
         if anywhere:
             leave_out(cfg, team, bad)
-            bad = []
         rate = learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps)
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
         micro_batches = split([(w, share) for w in window], cfg.memory.split)
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        seen = team.world * p.batch_size * len(window)
+        seen = batch * len(window)
         samples, c["samples"] = samples + seen, c["samples"] + seen
-        c["updates"], window = c["updates"] + (not skipped), []
-        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], per_epoch * seen, always=False)
+        c["updates"] += not skipped
+        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], most, always=False)
         if guard.must_stop():
             return progress.save()
     if not logs:  # stopped exactly at the end of this epoch
@@ -205,11 +204,11 @@ def phase3(cfg, team, guard):
     team.say(model.describe())
     compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
-    objective = ConstrainedLoss(model, cfg.phase2, p)  # before resuming: its anchor is phase 2's policy
+    objective = ConstrainedLoss(model, cfg.phase2, p)  # its anchor is phase 2's policy, or that of the checkpoint
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
-    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler)
+    progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
     c = progress.counters
     c.update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
     progress.resume()
@@ -334,13 +333,14 @@ def main():
     die_with_launcher()
     options = parse(__doc__, add=add_options)
     cfg, stop = options.config, StopRequest()
-    if options.find_batch_size and options.phase != 1:
-        raise ConfigError("--find-batch-size works with --phase 1: the batches of phase 3 come from live SUMO")
+    if (budget := options.find_batch_size) is not None and (options.phase != 1 or not 0 < budget < math.inf):
+        raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: phase 3 learns "
+                          "from live SUMO")
     team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
-        if options.find_batch_size:
-            return try_batches(cfg, team, options.find_batch_size)
+        if budget:
+            return try_batches(cfg, team, budget)
         return {1: phase1, 3: phase3}[options.phase](cfg, team, MemoryGuard(cfg, team, stop))
     finally:
         team.close()

@@ -33,9 +33,10 @@ from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
 from runtime.rollout import Collector
+from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
-                              save_config, set_learning_rate, share_of_workers)
+                              save_config, share_of_workers)
 from train_ddp import TROUBLES, USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",

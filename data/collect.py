@@ -51,13 +51,13 @@ def episode_plan(cfg):
     d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios_by_variant(cfg)
     while left > 0:
         e = len(plan)
-        seed = 2_000_000 + traffic_seed(cfg) * 100_003 + 7 * e  # far from the seeds of evaluation
+        seed = 2_000_000 + (traffic_seed(cfg) * 100_003 + 7 * e) % 1_990_000_000  # far from the seeds of evaluation
         turn, variant = divmod(e, len(cfg.env.suite))
         seed += (variant - seed) % len(cfg.env.suite)  # an environment's variant is that of its seed
         turn, scenario = divmod(turn, len(names))
         turn, controller = divmod(turn, len(d.controllers))
         scale = d.demand_scales[turn % len(d.demand_scales)]
-        plan.append(Episode(e, seed % 2_000_000_000, names[scenario][variant], d.controllers[controller], scale,
+        plan.append(Episode(e, seed, names[scenario][variant], d.controllers[controller], scale,
                             min(left, d.samples_per_episode)))
         left -= d.samples_per_episode
     return plan

@@ -29,6 +29,18 @@ class StreamingDataset(IterableDataset):
                 yield {name: value[rows] for name, value in self.sequences.items()}
 
 
+def windows(batches, size, drop_last):
+    """Lists of `size` batches, one for each optimiser step; the last one may be shorter unless `drop_last`."""
+    window = []
+    for batch in batches:
+        window.append(batch)
+        if len(window) == size:
+            yield window
+            window = []
+    if window and not drop_last:
+        yield window
+
+
 def make_loader(dataset, sampler, options, pin_memory):
     """DataLoader with the options of the configuration; `dataset.__getitems__` gives whole batches."""
     more = {}

@@ -62,7 +62,7 @@ def save(folder, step, state, keep_last=3, best=False):
         raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    _prune(folder, keep_last)
+    _prune(folder, keep_last, final)
     return final
 
 
@@ -181,12 +181,14 @@ def _put_back(folder):
 
 def _steps(folder):
     """Checkpoint folders, oldest first; by number, since step_1000000 comes before step_999999 as text."""
-    return sorted((p for p in folder.glob("step_*") if p.is_dir()), key=lambda p: int(p.name.removeprefix("step_")))
+    steps = {p: p.name.removeprefix("step_") for p in folder.glob("step_*") if p.is_dir()}
+    return sorted((p for p, number in steps.items() if number.isdecimal()), key=lambda p: int(steps[p]))
 
 
-def _prune(folder, keep_last):
-    """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers."""
-    steps = _steps(folder)
+def _prune(folder, keep_last, newest):
+    """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers. Damaged
+    ones, which were not continued from, may have higher numbers than the newest."""
+    steps = [*(step for step in _steps(folder) if step != newest), newest]
     best = (folder / "best").read_text().strip() if (folder / "best").exists() else ""
     older = [old for old in steps[:-keep_last] if old.name != best]
     for old in [*older, *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:

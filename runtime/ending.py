@@ -17,9 +17,10 @@ def run_script(main, user_errors, troubles=()):
     except (*troubles, *user_errors) as error:
         if first_to_speak():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, troubles) else note(2)
-    except (MemoryError, RuntimeError) as error:
+        return note(1 if isinstance(error, troubles) else 2)
+    except Exception as error:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
+            note(1)
             raise
         traceback.print_exc()
         print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)

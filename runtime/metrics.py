@@ -1,5 +1,6 @@
 """Metrics with a fixed vocabulary: one JSON line per record in metrics.jsonl, one line on the console, TensorBoard's
 events where it is installed, and warnings about what looks wrong."""
+import contextlib
 import functools
 import json
 import math
@@ -170,12 +171,10 @@ def _leave_to_record(about, otherwise):
 def read_metrics(path):
     """All complete records of a metrics.jsonl."""
     rows = []
-    for line in Path(path).read_text().splitlines():
-        try:
+    for line in Path(path).read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # the last line of a run that was killed while writing
             rows.append(json.loads(line))
-        except ValueError:  # the last line of a run that was killed while writing
-            continue
-    return rows
+    return [row for row in rows if isinstance(row, dict) and {"phase", "epoch", "time"} <= row.keys()]
 
 
 def findings(rows):

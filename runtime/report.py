@@ -2,6 +2,7 @@
 
     python -m runtime.report runs/quick
 """
+import contextlib
 import html
 import json
 import math
@@ -58,20 +59,26 @@ STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "w
 
 
 def build_report(folder):
-    """Write report.html into a run folder; returns its path. Parts whose files are missing are left out."""
-    folder, parts = Path(folder), []
-    tracks, result, log = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
-    result = parsed(result) if result.exists() else None
-    episodes, facts = load_tracks(tracks) if tracks.exists() else ({}, {})
-    episodes = {name: track for name, track in episodes.items() if len(track["step"])}  # somebody was on the road
-    rows = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-    parts += headline(result) if result else []
-    parts += time_space(episodes, facts) if episodes else []
-    parts += score_section(result) if result else []
-    parts += traffic_section(episodes, facts) + influence_section(episodes, facts) if episodes else []
-    parts += shield_section(log, result) if result and log.exists() else []
-    parts += curve_sections(rows) + resource_section(rows) if rows else []
-    parts += origin_section(folder, result)
+    """Write report.html into a run folder; returns its path. Parts whose files are missing are left out; DamagedFile
+    names a file that is not what it should be, or a folder without any."""
+    folder, scored, events, curves = Path(folder), ([], []), [], []
+    tracks, scores, shield = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
+    records, state = folder / "metrics.jsonl", folder / "state.json"
+    if not any(path.exists() for path in (tracks, scores, records, state)):
+        raise DamagedFile(f"{folder}: no results there; name the folder of a run, for example runs/quick")
+    with blaming(scores):
+        result = json.loads(scores.read_text()) if scores.exists() else None
+        scored = (headline(result), score_section(result)) if scores.exists() else scored
+    with blaming(tracks):
+        seen = traffic_sections(*load_tracks(tracks)) if tracks.exists() else ([], [])
+    with blaming(shield):
+        events = shield_section(shield, result) if result and shield.exists() else events
+    with blaming(records):
+        rows = read_metrics(records) if records.exists() else []
+        curves = curve_sections(rows) + resource_section(rows) if rows else curves
+    with blaming(state):
+        origin = origin_section(folder, result)
+    parts = [*scored[0], *seen[0], *scored[1], *seen[1], *events, *curves, *origin]
     title = f"{folder.resolve().name}: mixed-autonomy traffic"
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
             f"<meta http-equiv=Content-Security-Policy content=\"{POLICY}\">"
@@ -81,13 +88,24 @@ def build_report(folder):
     return folder / "report.html"
 
 
-def parsed(path):
-    """A JSON file's content; DamagedFile names a damaged one."""
+@contextlib.contextmanager
+def blaming(path):
+    """What goes wrong inside is the fault of this file."""
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise DamagedFile(f"{path}: damaged or half written ({error}); remove it and run the step that wrote it "
-                          "again") from None
+        yield
+    except DamagedFile:  # that names it already
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
+        raise DamagedFile(f"{path}: damaged or half written ({type(error).__name__}: {error}); remove it and run the "
+                          "step that wrote it again") from None
+
+
+def traffic_sections(episodes, facts):
+    """(time-space diagrams, the rest) of a tracks file; somebody must have been on the road."""
+    episodes = {name: track for name, track in episodes.items() if len(track["step"])}
+    if not episodes:
+        return [], []
+    return time_space(episodes, facts), traffic_section(episodes, facts) + influence_section(episodes, facts)
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------
@@ -174,7 +192,7 @@ def origin_section(folder, result):
     """What made these numbers: steps, command line, revision, versions, seeds, configuration."""
     parts, facts = ["<h2>How it was made</h2>"], {**versions(), "python": sys.version.split()[0]}
     if (folder / "state.json").exists():
-        state = parsed(folder / "state.json")
+        state = json.loads((folder / "state.json").read_text())
         facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
         parts.append(grid(["step", "status", "seconds"], [
             [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]))
@@ -182,8 +200,8 @@ def origin_section(folder, result):
     items = [f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()]
     parts += ["<ul>", *items, "</ul>"]
     if (folder / "config.yaml").exists():
-        parts += ["<details><summary>Configuration</summary><pre>", html.escape((folder / "config.yaml").read_text()),
-                  "</pre></details>"]
+        parts += ["<details><summary>Configuration</summary><pre>",
+                  html.escape((folder / "config.yaml").read_text(errors="replace")), "</pre></details>"]
     return parts
 
 
@@ -193,7 +211,7 @@ def main():
         return 2
     try:
         print(f"report: {build_report(sys.argv[1])}")
-    except DamagedFile as error:
+    except (DamagedFile, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

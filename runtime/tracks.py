@@ -9,6 +9,7 @@
 whose edges most vehicles were seen in all episodes of the file.
 """
 import os
+import zlib
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -17,6 +18,7 @@ import numpy as np
 COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
            "speed": np.float16, "gap": np.float16, "icv": np.bool_, "commanded": np.bool_}
 RANKS = 10
+DAMAGES = (BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError, OSError)  # of an .npz
 
 
 class DamagedFile(ValueError):

@@ -80,7 +80,8 @@ class Progress:
     """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
     patience = 3  # checkpoints in a row that may fail
 
-    def __init__(self, cfg, team, folder, model, optimizer, scaler):
+    def __init__(self, cfg, team, folder, model, optimizer, scaler, anchor=None):
+        self.anchor = anchor  # a module that the loss compares with, or None
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.lock, self.failures = claim(folder) if team.is_main else None, 0
@@ -103,6 +104,10 @@ class Progress:
         try:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
+            if self.anchor is not None and "anchor" in state:
+                self.anchor.load_state_dict(state["anchor"])
+            if not all(isinstance(value, (int, float)) for value in state["counters"].values()):
+                raise ValueError(f"counters {state['counters']}")
             self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]
             if len(ranks) == self.team.world:
@@ -135,39 +140,13 @@ class Progress:
                      "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
                      "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
                      "config": to_dict(self.cfg)}
+            if self.anchor is not None:
+                state["anchor"] = self.anchor.state_dict()
             try:
                 checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
             except checkpoint.SaveError as error:
                 return error
         return None
-
-
-def learning_rate(step, total, peak, warmup, floor=0.05):
-    """Linear warm-up over `warmup` steps, then cosine decay to `floor` of the peak at `total`."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    share = min((step - warmup) / max(total - warmup, 1), 1.0)
-    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def reduce_on_plateau(counters, stage, loss, p):
-    """Multiply counters["lr_factor"] when the loss of this stage has not improved for p.plateau_epochs epochs.
-
-    `counters` remember the best loss of the stage and the epochs since; `p` is configs.Phase1Config.
-    """
-    c = counters
-    if stage != c["plateau_stage"] or loss < c["plateau_best"]:
-        c.update(plateau_stage=stage, plateau_best=loss, plateau_wait=0)
-        return
-    c["plateau_wait"] += 1
-    if c["plateau_wait"] == p.plateau_epochs:
-        c.update(plateau_wait=0, lr_factor=c["lr_factor"] * p.plateau_factor)
-
-
-def set_learning_rate(optimizer, value):
-    """The same rate for all parameters."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
 
 
 def rescale_values(controller, team, batch):

@@ -1,5 +1,6 @@
 """coordinator.py: the order of the steps, what is repeated and what is not; the steps themselves do not run here."""
 import json
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,13 +67,30 @@ def test_exit_code_of_a_step_is_its_own_word_or_the_kernels(monkeypatch, program
     assert coordinator.run_step("phase1", [sys.executable, "-c", program], 1, stop) == expected
 
 
-@pytest.mark.parametrize("asked, said, expected", [(True, 0, 0), (False, 0, 1), (True, None, 1), (True, 2, 2)])
-def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, tmp_path, asked, said, expected):
-    """torchrun ends with 1 after any signal; a crash of a rank that had been asked to stop looks the same."""
+class AskedLater:
+    """A Stop that hears its signal, or none, while the step runs."""
+    child = None
+
+    def __init__(self, asked):
+        self.answers = iter([False])
+        type(self).asked = property(lambda self: next(self.answers, asked))
+
+
+@pytest.mark.parametrize("asked, said, expected", [(True, 0, 0), (False, 0, 1), (True, 1, 1), (True, 2, 2),
+                                                   (False, None, 1), (True, None, -signal.SIGTERM)])
+def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, asked, said, expected):
+    """torchrun ends with 1 after any signal; a rank that crashes when it is asked to stop says 1. Where none says
+    anything they had not begun: that was called a failure."""
     monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
     words = "" if said is None else f"from runtime.ending import note; note({said}); "
-    stop = SimpleNamespace(asked=asked, child=None)
-    assert coordinator.run_step("phase1", [sys.executable, "-c", words + "raise SystemExit(1)"], 1, stop) == expected
+    step = [sys.executable, "-c", words + "raise SystemExit(1)"]
+    assert coordinator.run_step("phase1", step, 1, AskedLater(asked)) == expected
+
+
+def test_stop_while_a_step_is_started(monkeypatch):
+    """The signal came when there was no child to pass it on to, and the whole step ran."""
+    step = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert coordinator.run_step("phase1", step, 1, SimpleNamespace(asked=True, child=None)) == -signal.SIGTERM
 
 
 def test_guards_stop_is_passed_on_and_continued(steps):
@@ -111,8 +129,11 @@ def test_stopped_repetition_is_continued_by_the_same_command(steps):
     assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
     assert steps("--from-phase", "2")[1] == ["phase3", "evaluate", "report"]
     assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
+    assert steps("--only", "report")[1] == ["report"]  # between the two: it used to make the second one begin anew
+    assert steps("--from-phase", "2")[1] == ["phase3", "evaluate", "report"]
+    assert steps("--from-phase", "2", stop_in="phase3")[1] == ["phase2", "phase3"]
     everything = steps("--from-phase", "2", "phase2.iterations=3")[1]  # another configuration: no continuation
-    assert everything == list(coordinator.STEPS) and Path("runs/smoke/phase2.old3").exists()
+    assert everything == list(coordinator.STEPS) and Path("runs/smoke/phase2.old4").exists()
 
 
 def test_changed_configuration_looks_at_every_step_again(steps):
@@ -122,7 +143,7 @@ def test_changed_configuration_looks_at_every_step_again(steps):
     assert steps("phase2.iterations=3") == (0, [])
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"steps": 3}'])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"steps": 3}', '{"steps": {"collect": 3}}'])
 def test_damaged_state_is_named(steps, content):
     steps()
     Path("runs/smoke/state.json").write_text(content)

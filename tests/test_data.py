@@ -19,8 +19,8 @@ from data.location import open_data
 from data.preprocess import preprocess
 from data.settings import raw_settings
 from env.graph import SCENE
-from env.launch import SumoError
 from env.traffic_env import make_env
+from env.workers import WorkerError
 from runtime.distributed import Team
 
 EPISODES = 4
@@ -92,7 +92,7 @@ def test_episode_whose_simulator_dies_begins_again(copy, monkeypatch, restarts):
         return env
     monkeypatch.setattr("data.collect.make_env", doomed)
     if not restarts:
-        with pytest.raises(SumoError, match="exit code -9"):
+        with pytest.raises(WorkerError, match="exit code -9"):
             collect_episode(cfg, episode_plan(cfg)[0], copy / "raw")
         return
     assert collect_episode(cfg, episode_plan(cfg)[0], copy / "raw") == 8 and len(began) == 2

@@ -26,7 +26,8 @@ from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler, Precision, set_numerics
 from runtime.resources import claim
 from runtime.rollout import episode_seed
-from runtime.training import compile_gnn, learning_rate, reduce_on_plateau, rescale_values
+from runtime.schedule import learning_rate, reduce_on_plateau
+from runtime.training import compile_gnn, rescale_values
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
