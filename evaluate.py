@@ -214,7 +214,7 @@ def configuration(options, changes, state, folder):
         cfg = load_config(state["config"], overrides, source=str(folder))
     else:
         cfg = load_config(options.config_file or "configs/default.yaml", overrides)
-    if options.scenario:
+    if options.scenario is not None:
         cfg.env.scenario, cfg.env.suite = options.scenario, ["same"]
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     return cfg
@@ -229,11 +229,11 @@ def settings(options):
         state, folder = find_checkpoint(options.checkpoint)
     configs = {name: configuration(options, changes, state, folder) for name, changes in sweep(options.sweep).items()}
     cfg = next(iter(configs.values()))
-    controllers = options.controllers.split(",") if options.controllers else cfg.evaluate.controllers
+    controllers = options.controllers.split(",") if options.controllers is not None else cfg.evaluate.controllers
     wrong = [name for name in controllers if name not in CONTROLLERS]
     if wrong:
         raise ConfigError(f"controllers: unknown {', '.join(wrong)}; expected some of {', '.join(CONTROLLERS)}")
-    models = {}
+    seeds, models = cfg.evaluate.seeds if options.seeds is None else parse_seeds(options.seeds), {}
     if "policy" in controllers:
         if state is None:
             raise ConfigError("controllers: `policy` needs --checkpoint RUN_OR_FOLDER")
@@ -243,7 +243,7 @@ def settings(options):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
         print(f"policy: {folder} (epoch {state.get('epoch')})\n{models['policy'].describe()}")
-    return configs, controllers, parse_seeds(options.seeds) if options.seeds else cfg.evaluate.seeds, models
+    return configs, controllers, seeds, models
 
 
 def main():

@@ -334,8 +334,8 @@ def main():
     options = parse(__doc__, add=add_options)
     cfg, stop = options.config, StopRequest()
     if (budget := options.find_batch_size) is not None and (options.phase != 1 or not 0 < budget < math.inf):
-        raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: phase 3 learns "
-                          "from live SUMO")
+        raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: the batches "
+                          "of phase 3 come from live SUMO")
     team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank

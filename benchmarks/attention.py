@@ -9,11 +9,13 @@ import time
 
 import torch
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import alternate, finish, load_line
 from models.presets import PRESETS
 from models.risk_gnn import RiskAttention
 
 VEHICLES = (16, 64, 128, 256, 384, 512, 768)
+DEVICES = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 NEIGHBOURS = 16  # graph.k_max
 
 
@@ -47,10 +49,10 @@ def compare(sizes, vehicles, batch, repeat, device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="full", choices=PRESETS)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", default="attention.json")
+    parser.add_argument("--batch", type=at_least(1), default=4)
+    parser.add_argument("--repeat", type=at_least(1), default=7)
+    parser.add_argument("--device", default=DEVICES[0], choices=DEVICES)
+    parser.add_argument("--json", type=writable, default="attention.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

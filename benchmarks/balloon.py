@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.arguments import writable
 from benchmarks.report import finish
 from runtime.memory import component, process_tree, proportional_mb
 from runtime.metrics import read_metrics
@@ -130,7 +131,8 @@ def drill(folder, words, check):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", default="balloon.json", help="where the results go (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", type=writable, default="balloon.json",
+                        help="where the results go (%(default)s)")
     options, words = parser.parse_known_args()
     rows = []
 

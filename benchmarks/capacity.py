@@ -11,6 +11,7 @@ file.
 """
 import copy
 import json
+import math
 import os
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import writable
 from configs import ConfigError
 from configs.command_line import parse
 from env.spaces import KEEP
@@ -127,7 +129,7 @@ def parse_scales(text):
         scales = sorted(float(part) for part in text.split(","))
     except ValueError:
         scales = []
-    if not scales or scales[0] <= 0:
+    if not scales or not all(0 < scale < math.inf for scale in scales):
         raise ConfigError(f"command line: --scales {text!r}: expected positive numbers such as 0.5,1,1.2")
     return scales
 
@@ -137,7 +139,7 @@ def main():
         parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario)")
         parser.add_argument("--scales", default=SCALES, help="factors of the demand")
         parser.add_argument("--seeds", default="1-5")
-        parser.add_argument("--json", default="capacity.json", help="where the result goes")
+        parser.add_argument("--json", type=writable, default="capacity.json", help="where the result goes")
     options = parse(__doc__, add=add)
     cfg, scales, seeds = options.config, parse_scales(options.scales), parse_seeds(options.seeds)
     cfg.env.scenario = options.scenario or cfg.env.scenario

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import at_least, positive, writable
 from benchmarks.leftovers import marked_environment, survivors
 from benchmarks.report import finish, load_line
 from configs import ConfigError
@@ -108,10 +109,10 @@ def judge(alone, disturbed, other):
 
 def main():
     def add(parser):
-        parser.add_argument("--minutes", type=float, default=30.0, help="of the undisturbed run")
-        parser.add_argument("--every", type=float, default=20.0, help="seconds between two disturbances")
-        parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
-        parser.add_argument("--json", default="chaos.json", help="where the result goes")
+        parser.add_argument("--minutes", type=positive, default=30.0, help="of the undisturbed run")
+        parser.add_argument("--every", type=positive, default=20.0, help="seconds between two disturbances")
+        parser.add_argument("--seed", type=at_least(0), default=0, help="of the disturbances")
+        parser.add_argument("--json", type=writable, default="chaos.json", help="where the result goes")
         parser.set_defaults(config="configs/quick.yaml")
     options = parse(__doc__, add=add)
     print(load_line(1), flush=True)

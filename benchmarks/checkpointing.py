@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss, world_model_loss
@@ -55,9 +56,9 @@ def timed(loss, on):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="full", choices=PRESETS)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", default="checkpointing.json")
+    parser.add_argument("--batch", type=at_least(1), default=8)
+    parser.add_argument("--repeat", type=at_least(1), default=5)
+    parser.add_argument("--json", type=writable, default="checkpointing.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -32,6 +32,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.contest import ContestantError, adopt_orphans, contest, rates
 from configs import ConfigError, load_config
 from configs.command_line import parse
@@ -57,8 +58,8 @@ def arguments():
     def add(parser):
         parser.add_argument("--python", default=sys.executable, help="interpreter that has the extra `compare`")
         parser.add_argument("--only", default=",".join((*SIDES, "memory")), help="of %(default)s")
-        parser.add_argument("--repeat", type=int, default=5, help="runs of each side (default: %(default)s)")
-        parser.add_argument("--json", default="compare_rl.json", help="where the result goes")
+        parser.add_argument("--repeat", type=at_least(1), default=5, help="runs of each side (default: %(default)s)")
+        parser.add_argument("--json", type=writable, default="compare_rl.json", help="where the result goes")
     options = parse(__doc__, add=add, load=False)
     options.only = options.only.split(",")
     strange = sorted(set(options.only) - {*SIDES, "memory"})

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.leftovers import leaked_memory, living, marked_environment, survivors
+from env.launch import die_with_parent
 from runtime import checkpoint
 from runtime.memory import component, process_tree
 from runtime.metrics import read_metrics
@@ -50,7 +51,8 @@ class Place:
         log = self.folder / f"log{self.number}.txt"
         with open(log, "w") as out:
             process = subprocess.Popen([sys.executable, *script, *words], cwd=self.folder, stdout=out, stderr=out,
-                                       env={**self.environment, **environment}, start_new_session=True)
+                                       env={**self.environment, **environment}, start_new_session=True,
+                                       preexec_fn=die_with_parent)
         process.log = log
         return process
 

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.arguments import at_least, some_of, writable
 from benchmarks.fuzz_inputs import KINDS, PAYLOAD, SMOKE
 from benchmarks.report import finish
 from data.layout import file_hash
@@ -116,11 +117,11 @@ def one_case(number, seed, base, place, real):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="damaged inputs (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="numbers of single cases, for example 3,17")
+    parser.add_argument("--count", type=at_least(1), default=200, help="damaged inputs (default: %(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=1)
+    parser.add_argument("--only", type=some_of(range(10_000)), help="numbers of single cases, for example 3,17")
     parser.add_argument("--base", help="keep the undamaged files in this folder, or find them there")
-    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--json", type=writable, help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("data.preprocess", "data.check", "train_ddp", "train_rl", "evaluate"):
@@ -129,7 +130,7 @@ def main():
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         base = Path(options.base or f"{place}/base")
         if not base.exists():
-            base.mkdir()
+            base.mkdir(parents=True)
             prepare(base)
         for number in numbers:
             rows.append(one_case(number, options.seed, base, place, number % 10 == 9))

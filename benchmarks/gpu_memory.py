@@ -10,6 +10,7 @@ import sys
 
 import torch
 
+from benchmarks.arguments import writable
 from benchmarks.report import finish
 from configs import load_config
 from models.losses import ConstrainedLoss, WorldModelLoss
@@ -73,7 +74,7 @@ def peak(module, arguments, kind):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="configs/default.yaml")
-    parser.add_argument("--json", default="gpu_memory.json")
+    parser.add_argument("--json", type=writable, default="gpu_memory.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: PyTorch finds no GPU here; this benchmark measures one", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import writable
 from configs import ConfigError
 from configs.command_line import parse
 from evaluate import parse_seeds
@@ -63,7 +64,7 @@ def draw(curves, minutes, path):
 def main():
     def add(parser):
         parser.add_argument("--seeds", default="1-5")
-        parser.add_argument("--json", default="learning.json", help="where the result goes")
+        parser.add_argument("--json", type=writable, default="learning.json", help="where the result goes")
     options = parse(__doc__, add=add)
     seeds, curves, minutes, table = parse_seeds(options.seeds), {}, {}, []
     for seed in seeds:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from benchmarks.arguments import at_least, writable
 from configs import Config
 from configs.phases import LoaderConfig
 from data.augment import AugmentedDataset
@@ -222,9 +223,9 @@ def memory_growth(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="loader.json")
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--rows", type=int, default=2000, help="samples of the data set (default: %(default)s)")
+    parser.add_argument("--json", type=writable, default="loader.json")
+    parser.add_argument("--repeat", type=at_least(1), default=7)
+    parser.add_argument("--rows", type=at_least(50), default=2000, help="samples of the data set (%(default)s)")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.arguments import writable
 from benchmarks.leftovers import marked_environment, survivors
 from benchmarks.report import finish, load_line
 from benchmarks.resume import equal
@@ -114,7 +115,7 @@ def train(options, place, name, phase, way=None):
 
 def main():
     def add(parser):
-        parser.add_argument("--json", default="nodes.json", help="where the result goes")
+        parser.add_argument("--json", type=writable, default="nodes.json", help="where the result goes")
         parser.set_defaults(config="configs/smoke.yaml")
     options, rows = parse(__doc__, add=add), []
     print(load_line(1), flush=True)

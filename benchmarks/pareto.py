@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import positive, writable
 from benchmarks.report import finish
 from configs import ConfigError, console, load_config
 from configs.command_line import parse
@@ -80,10 +81,10 @@ def add_options(parser):
     parser.set_defaults(config=None)  # that of the run
     parser.add_argument("--run", required=True, help="run folder with phase 2 finished")
     parser.add_argument("--limits", default="0.2,0.1,0.05,0.02", help="(default: %(default)s)")
-    parser.add_argument("--price", type=float, help="add a run with this constant multiplier")
+    parser.add_argument("--price", type=positive, help="add a run with this constant multiplier")
     parser.add_argument("--cap", action="store_true", help="send no command that would take an episode above the limit")
     parser.add_argument("--seeds", help="(default: evaluate.seeds)")
-    parser.add_argument("--json", default="pareto.json", help="where the result goes")
+    parser.add_argument("--json", type=writable, default="pareto.json", help="where the result goes")
 
 
 def main():
@@ -101,6 +102,8 @@ def main():
     if options.price is not None:
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
                                               f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]
+    for words in wanted.values():  # before anything is trained
+        load_config(config, [*options.overrides, *words])
     folders = {"phase 2": run / "phase2"}
     for name, words in wanted.items():
         folders[name] = train(run, name, config, [*options.overrides, *words]) / "phase3"

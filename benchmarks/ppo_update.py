@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.arguments import at_least, some_of, writable
 from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from env.workers import make_pool
 from models.losses import PPOLoss, ppo_terms, stored_choice
 from models.policy import Driver, TrafficModel, bucket
+from models.presets import PRESETS
 from models.risk_gnn import INPUTS
 from runtime.distributed import Team
 from runtime.precision import Precision
@@ -132,9 +134,9 @@ def measure(preset, repeat):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="ppo_update.json")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--presets", default="small,full")
+    parser.add_argument("--json", type=writable, default="ppo_update.json")
+    parser.add_argument("--repeat", type=at_least(1), default=5)
+    parser.add_argument("--presets", type=some_of(PRESETS), default="small,full")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [measure(preset, options.repeat) for preset in options.presets.split(",")]

@@ -14,6 +14,7 @@ import time
 
 import traci
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env.launch import find_binary
@@ -51,9 +52,9 @@ def memory(env, resets, every):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="reset.json")
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--resets", type=int, default=500)
+    parser.add_argument("--json", type=writable, default="reset.json")
+    parser.add_argument("--repeat", type=at_least(1), default=9)
+    parser.add_argument("--resets", type=at_least(10), default=500)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         env = make_env(Config(), folder)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.leftovers import leaked_memory, living, marked_environment, survivors
 from benchmarks.report import finish, load_line
 from configs import ConfigError
@@ -155,9 +156,9 @@ def show(kill, continued):
 
 def main():
     def add(parser):
-        parser.add_argument("--kills", type=int, default=20)
-        parser.add_argument("--seed", type=int, default=0, help="of the moments")
-        parser.add_argument("--json", default="resume.json", help="where the result goes")
+        parser.add_argument("--kills", type=at_least(1), default=20)
+        parser.add_argument("--seed", type=at_least(0), default=0, help="of the moments")
+        parser.add_argument("--json", type=writable, default="resume.json", help="where the result goes")
         parser.set_defaults(config="configs/smoke.yaml")
     options = parse(__doc__, add=add)
     print(load_line(1))

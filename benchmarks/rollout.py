@@ -15,6 +15,7 @@ import time
 import numpy as np
 import torch
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import finish, load_line
 from configs import Config
 from env.workers import make_pool
@@ -120,8 +121,8 @@ def measure(cfg, repeat):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="rollout.json")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=writable, default="rollout.json")
+    parser.add_argument("--repeat", type=at_least(1), default=5)
     parser.add_argument("--preset", default="small", choices=("small", "full"))
     options = parser.parse_args()
     torch.set_num_threads(1)

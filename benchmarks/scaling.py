@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss
@@ -65,12 +66,12 @@ def run(ranks, options, accumulation):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--samples", type=int, default=8, help="samples per rank and micro-batch")
-    parser.add_argument("--accumulation", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--samples", type=at_least(1), default=8, help="samples per rank and micro-batch")
+    parser.add_argument("--accumulation", type=at_least(1), default=1, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", default="scaling.json")
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--repeat", type=at_least(1), default=5)
+    parser.add_argument("--json", type=writable, default="scaling.json")
     options = parser.parse_args()
     if options.measure:
         return measure(options.preset, options.samples, options.accumulation)

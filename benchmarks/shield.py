@@ -9,19 +9,21 @@ with and without the shield, and with and without SUMO's own safe-speed check (b
 SUMO's, of every simulation step, counted as pairs. Without both they must happen, or the adversaries would show
 nothing. Exit code 1: one happened with the shield.
 """
-import copy
 import sys
 import tempfile
 
 import numpy as np
 
+from benchmarks.arguments import some_of, writable
 from benchmarks.report import finish
 from configs.command_line import parse
 from controllers import BaselineController
+from data.settings import of_scenario
 from env.baselines import HAS_LEFT, commands
 from env.networks import NETWORKS
 from env.spaces import ACCEL_HIGH, ACCEL_LOW, KEEP, LEFT, RIGHT
 from env.sumo import SAFE_SPEED
+from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from evaluate import parse_seeds, run_jobs
 from runtime.ending import run_script
@@ -66,8 +68,8 @@ class Adversary(BaselineController):
 
 def attack(cfg, scenario, guard, seeds, folder):
     """{adversary: {column: sum over the seeds}} in one scenario."""
-    cfg, (shield, check) = copy.deepcopy(cfg), GUARDS[guard]
-    cfg.env.scenario, cfg.env.max_commands, cfg.env.terminate_on_collision = scenario, cfg.env.max_vehicles, False
+    cfg, (shield, check) = of_scenario(cfg, scenario), GUARDS[guard]
+    cfg.env.max_commands, cfg.env.terminate_on_collision = cfg.env.max_vehicles, False
     cfg.env.speed_mode, cfg.shield.enabled = cfg.env.speed_mode & ~SAFE_SPEED | SAFE_SPEED * check, shield
     jobs = [(name, seed) for name in ADVERSARIES for seed in seeds]
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
@@ -82,13 +84,15 @@ def attack(cfg, scenario, guard, seeds, folder):
 def main():
     def add(parser):
         parser.add_argument("--scenarios", default=",".join(NETWORKS), help="(default: %(default)s)")
-        parser.add_argument("--guards", default=",".join(GUARDS), help="some of %(default)s")
+        parser.add_argument("--guards", type=some_of(GUARDS), default=",".join(GUARDS), help="some of %(default)s")
         parser.add_argument("--seeds", default="1-3")
-        parser.add_argument("--json", default="shield.json", help="where the result goes")
+        parser.add_argument("--json", type=writable, default="shield.json", help="where the result goes")
     options = parse(__doc__, add=add)
     seeds, guards, table = parse_seeds(options.seeds), options.guards.split(","), []
     print(f"{'scenario':16s}{'guard':18s}{'adversary':12s}{'vehicle-steps':>14s}{'collisions':>12s}{'overridden':>12s}")
     with tempfile.TemporaryDirectory() as folder:
+        for scenario in options.scenarios.split(","):
+            check_scenario(of_scenario(options.config, scenario), folder)
         for scenario in options.scenarios.split(","):
             for guard in guards:
                 for name, row in attack(options.config, scenario, guard, seeds, folder).items():

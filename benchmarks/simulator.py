@@ -19,6 +19,7 @@ import time
 import numpy as np
 import traci.constants as tc
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env import graph
@@ -40,7 +41,10 @@ class Bench:
 
     def __init__(self, folder, steps):
         self.folder, self.steps, self.parts, self.vehicles = folder, steps, {}, {}
-        self.arguments = self.make("traci").arguments(1)
+        env = self.make("traci")
+        env.reset(seed=1)  # generates the scenario
+        self.arguments = env.arguments(1)
+        env.close()
 
     def make(self, backend):
         cfg = Config()
@@ -137,9 +141,9 @@ def graph_cost(bench, vehicles=200):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="simulator.json")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", type=writable, default="simulator.json")
+    parser.add_argument("--repeat", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=300)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder, options.steps)

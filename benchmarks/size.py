@@ -11,6 +11,7 @@ import statistics
 import tokenize
 from pathlib import Path
 
+from benchmarks.arguments import writable
 from benchmarks.report import finish
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +57,7 @@ def summarise(files):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default="size.json")
+    parser.add_argument("--json", type=writable, default="size.json")
     options, sizes, rows = parser.parse_args(), measure(), {}
     for folder, files in sizes.items():
         rows.update({f"{folder}/{name}": summarise([one]) for name, one in files.items()})

@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import finish
 from configs import Config
 from env.launch import SumoError, die_with_parent
@@ -54,10 +55,10 @@ def soak(folder, jobs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--launches", type=int, default=2000, help="simulators started")
-    parser.add_argument("--resets", type=int, default=5000, help="further episodes in a living simulator")
-    parser.add_argument("--parallel", type=int, default=4, help="processes at a time")
-    parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--launches", type=at_least(1), default=2000, help="simulators started")
+    parser.add_argument("--resets", type=at_least(1), default=5000, help="further episodes in a living simulator")
+    parser.add_argument("--parallel", type=at_least(1), default=4, help="processes at a time")
+    parser.add_argument("--json", type=writable, help="write the results to this file")
     options = parser.parse_args()
     start, jobs = time.time(), (-(-options.launches // options.parallel), -(-options.resets // options.parallel))
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
+from benchmarks.arguments import writable
 from benchmarks.report import finish
 from configs.command_line import parse
 from env.launch import SumoError, find_binary, sumo_environment
@@ -128,7 +129,7 @@ def add_options(parser):
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--controllers", default="policy", help=f"some of {','.join(CONTROLLERS)}")
     parser.add_argument("--seeds", help="(default: evaluate.seeds)")
-    parser.add_argument("--json", default="transfer.json", help="where the result goes")
+    parser.add_argument("--json", type=writable, default="transfer.json", help="where the result goes")
 
 
 def main():

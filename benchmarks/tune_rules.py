@@ -21,6 +21,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from benchmarks.arguments import at_least, writable
 from benchmarks.report import finish
 from configs import ConfigError
 from configs.command_line import parse
@@ -135,14 +136,14 @@ def held_out(scorer, winners, seeds, say=print):
 
 
 def add_options(parser):
-    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--draws", type=at_least(1), default=100)
     parser.add_argument("--seeds", default="1-3", help="training seeds (default: %(default)s)")
-    parser.add_argument("--finalists", type=int, default=6, help="so many of each kind play on (default: %(default)s)")
+    parser.add_argument("--finalists", type=at_least(1), default=6, help="of each kind so many play on (%(default)s)")
     parser.add_argument("--final-seeds", default="4-9", help="training seeds that decide (default: %(default)s)")
     parser.add_argument("--no-held-out", dest="held_out", action="store_false", help="leave out the held-out seeds")
     parser.add_argument("--limit", type=float, help="also the best rule whose C_int is not above it")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="(default: %(default)s)")
-    parser.add_argument("--json", default="rules.json", help="where the result goes")
+    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="(default: %(default)s)")
+    parser.add_argument("--json", type=writable, default="rules.json", help="where the result goes")
 
 
 def main():

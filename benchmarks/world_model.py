@@ -18,14 +18,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.arguments import at_least, positive, some_of, writable
 from benchmarks.prediction import (LEAD_GAP, LEAD_SPEED, calibration_error, constant_acceleration, errors, fit_idm, idm,
                                    pool, reliability, roc_area)
 from benchmarks.report import finish
 from configs import ConfigError, load_config
 from configs.command_line import parse
-from env.baselines import make_baseline
+from env.baselines import BASELINES, make_baseline
 from env.graph import time_to_collision
 from env.launch import SumoError
+from env.networks import NETWORKS
 from env.traffic_env import make_env
 from evaluate import parse_seeds
 from models import objectives
@@ -151,14 +153,24 @@ def table(scene, rows, models, horizon):
     return facts
 
 
+def scenes_of(text):
+    """An argparse type: built-in scenarios and the scale of their demand, scenario:scale, ... as they were typed."""
+    for part in text.split(","):
+        name, _, scale = part.partition(":")
+        some_of(NETWORKS)(name), positive(scale)
+    return text
+
+
 def main():
     def add(parser):
         parser.set_defaults(config="configs/world_model.yaml")
         parser.add_argument("--seeds", default="1-3", help="training seeds")
-        parser.add_argument("--scenes", default=SCENES, help="scenario:demand scale, ...; IDM is fitted to the first")
-        parser.add_argument("--controllers", default="none", help="who drives the ICVs, in turn by episode")
-        parser.add_argument("--episodes", type=int, default=3, help="held-out episodes of each scene")
-        parser.add_argument("--json", default="world_model.json", help="where the result goes")
+        parser.add_argument("--scenes", type=scenes_of, default=SCENES,
+                            help="scenario:demand scale, ...; IDM is fitted to the first")
+        parser.add_argument("--controllers", type=some_of(BASELINES), default="none",
+                            help="who drives the ICVs, in turn by episode")
+        parser.add_argument("--episodes", type=at_least(1), default=3, help="held-out episodes of each scene")
+        parser.add_argument("--json", type=writable, default="world_model.json", help="where the result goes")
         parser.add_argument("--plot", help="draw the result here, FILE.png; needs matplotlib")
     options = parse(__doc__, add=add)
     cfg, controllers = options.config, options.controllers.split(",")

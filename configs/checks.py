@@ -8,6 +8,8 @@ def cross_checks(c):
     if abs(steps - round(steps)) > 1e-6 or steps < 1:
         wrong.append(f"env.control_interval={c.env.control_interval} is no multiple of "
                      f"env.step_length={c.env.step_length}")
+    if c.run.name in ("", ".", ".."):
+        wrong.append(f"run.name={c.run.name!r}: expected the name of a folder below run.folder={c.run.folder}")
     for name in ("phase1", "phase3"):
         if c.ddp.static_graph and getattr(c, name).accumulation > 1:
             wrong.append(f"ddp.static_graph=true with {name}.accumulation={getattr(c, name).accumulation}: "

@@ -3,6 +3,7 @@
     python -m configs.document
 """
 import dataclasses
+import sys
 from pathlib import Path
 
 from configs.schema import Config
@@ -51,6 +52,8 @@ def _text(value):
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit("usage: python -m configs.document (no arguments)")
     path = Path(__file__).with_name("default.yaml")
     path.write_text(default_yaml())
     print(f"written: {path}")

@@ -88,6 +88,21 @@ def test_pruning_keeps_the_newest_beyond_a_million_steps(tmp_path):
         assert step_in(tmp_path) == step
 
 
+def test_pruning_keeps_what_was_just_written(saved):
+    """After a damaged step 3 training went on from 2; the next checkpoint was removed at once, the damaged one kept."""
+    (saved / "step_000003" / "state.pt").write_bytes(b"junk")
+    shutil.rmtree(saved / "step_000002")
+    checkpoint.save(saved, 2, state_of(2), keep_last=1)
+    assert step_in(saved) == 2 and not (saved / "step_000001").exists()
+
+
+def test_copies_beside_the_checkpoints_are_none_of_them(saved):
+    """A folder step_000003.bak ended every command: ValueError."""
+    shutil.copytree(saved / "step_000003", saved / "step_000003.bak")
+    checkpoint.save(saved, 4, state_of(4), keep_last=1)
+    assert step_in(saved) == 4 and names(saved) == ["latest", "step_000003.bak", "step_000004"]
+
+
 def test_best_is_the_newest_where_none_was_named(saved):
     assert step_in(saved, "best") == 3
 
@@ -294,6 +309,23 @@ def test_resumed_training_is_identical(tmp_path):
     for _ in range(3):
         step()
     assert torch.equal(second.model.weight, whole.model.weight)
+
+
+def test_what_the_loss_compares_with_continues_too(tmp_path):
+    """Phase 3 built its anchor anew from what lay in phase2/, which may have been removed or trained on meanwhile."""
+    first, second = (Progress(Config(), ALONE, tmp_path / "a", model, torch.optim.SGD(model.parameters(), 0.1),
+                              HysteresisScaler("cpu", AMP, False), anchor)
+                     for model, anchor in ((nn.Linear(4, 1), nn.Linear(4, 1)) for _ in range(2)))
+    first.save()
+    assert second.resume() and torch.equal(second.anchor.weight, first.anchor.weight)
+
+
+def test_counters_of_another_kind_are_refused(tmp_path):
+    first, step = trainee(tmp_path, 1)
+    step(), first.save()
+    checkpoint.save(tmp_path, 2, {**checkpoint.load(tmp_path), "counters": {"epoch": 1, "updates": "many"}})
+    with pytest.raises(CheckpointError, match="many"):
+        trainee(tmp_path, 2)[0].resume()
 
 
 def test_other_number_of_ranks_is_said_and_resumed(tmp_path, capsys):

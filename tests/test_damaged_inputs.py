@@ -142,6 +142,13 @@ def test_chunks_without_their_settings_are_refused(raw):
             step(config(raw, "data.seed=5"), silent)
 
 
+@pytest.mark.parametrize("content", ["[]", "null", "3"])
+def test_settings_of_another_kind_are_refused(raw, content):
+    (raw / "raw/config.json").write_text(content)
+    with pytest.raises(DataError, match="config.json: damaged"):
+        preprocess(config(raw), silent)
+
+
 def test_gradients_that_always_overflow_end_training(monkeypatch):
     """At the lowest loss scale every step was skipped for ever, without a word."""
     amp = Config().phase1.amp

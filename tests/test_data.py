@@ -168,6 +168,16 @@ def test_collection_never_uses_the_seeds_of_evaluation(run_seed):
     assert len(set(seeds)) == len(seeds) == 400 and not set(seeds) & set(cfg.evaluate.seeds)
 
 
+def test_large_seeds_reach_every_variant(tmp_path):
+    """The seed was cut to its range after it had been moved to its variant: some variants were never simulated."""
+    for seed in (1, 20_000, 30_001, 2 ** 31 - 1):
+        cfg = load_config("configs/smoke.yaml", [f"run.seed={seed}", "data.samples=96", "data.samples_per_episode=8",
+                                                 "env.suite=[same,env.scenario=ring,env.scenario=merge]"])
+        plan = episode_plan(cfg)
+        assert [job.scenario for job in plan[:3]] == [cfg.variants()[job.seed % 3].env.scenario for job in plan[:3]]
+        assert len({job.seed % 3 for job in plan}) == 3 and min(job.seed for job in plan) >= 2_000_000
+
+
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.25, 0.4, 0.6, 0.9])
 def test_held_out_share_is_kept_and_mixed(tmp_path, share):
     """Every n-th episode was held out: from 0.4 on always the half, and with 0.25 only those of one controller."""

@@ -16,6 +16,7 @@ from data_sets import SAMPLES, config, graphs, hashes, silent
 
 from data.collect import collect
 from data.preprocess import preprocess
+from env.workers import WorkerError
 
 ROOT = Path(__file__).resolve().parent.parent
 OPERATIONS = ((os, "fsync"), (os, "replace"), (os, "rename"), (os, "unlink"), (np.memmap, "flush"))
@@ -99,6 +100,23 @@ def test_collection_survives_kills(recorded, tmp_path, files):
     (folder / "raw" / ".chunk_003_0.json.4711").write_text('{"episode": 3, "se')  # what a kill while writing leaves
     collect(config(folder), silent)
     assert hashes(folder / "raw") == hashes(recorded / "raw")
+
+
+def test_killed_process_ends_the_collection(tmp_path, monkeypatch):
+    """The others ignored SIGTERM, with which the pool ends them, and it waited for ever."""
+    cfg, seen = config(tmp_path / "set"), []
+
+    def kill_one():
+        if not seen:
+            seen.append(multiprocessing.active_children())
+            os.kill(seen[0][0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match="was killed"):
+        collect(cfg, silent, kill_one)
+    assert len(seen[0]) > 1
+    end = time.monotonic() + 30
+    while any(process.is_alive() for process in seen[0]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(process.is_alive() for process in seen[0])
 
 
 def gone(mark):

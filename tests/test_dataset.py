@@ -15,7 +15,7 @@ from configs import ConfigError, load_config
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError, Shape
-from data.loading import StreamingDataset, make_loader
+from data.loading import StreamingDataset, make_loader, windows
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -318,3 +318,10 @@ def test_stream_gives_each_sequence_once_per_pass(count, batch):
     assert all(len(set(rows)) == len(rows) == per_pass * batch and set(rows) <= set(range(count)) for rows in passes)
     assert count == 3 or len({tuple(rows) for rows in passes}) == 3
     assert [b["id"].tolist() for b in StreamingDataset(sequences, batch, 3, seed=4)] == order
+
+
+@pytest.mark.parametrize("drop_last, rest", [(True, []), (False, [[6, 7]])])
+def test_last_optimiser_step_of_an_epoch(drop_last, rest):
+    """With drop_last=false and accumulation the last samples of every epoch were read and not learned from."""
+    assert list(windows(range(8), 3, drop_last)) == [[0, 1, 2], [3, 4, 5], *rest]
+    assert list(windows(range(6), 3, drop_last)) == [[0, 1, 2], [3, 4, 5]]

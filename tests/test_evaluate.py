@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import evaluate
 from configs import ConfigError, load_config
 from env.baselines import mean_speed_ahead
 from env.workers import make_pool
@@ -55,6 +56,19 @@ def test_lists_of_seeds():
     for text in ("", "a", "3-1", "1,1", "1-2,2", "1.5", "5,7-6", "3000000000"):
         with pytest.raises(ConfigError, match="--seeds"):
             parse_seeds(text)
+
+
+@pytest.mark.parametrize("words", [
+    "--out x.json --tracks x.json", "--out x.json --tracks x.csv", "--out x.json --tracks x.shield.csv",
+    "--out x.json --animate x.gif", "--animate x.gif --sweep env.max_commands=1,2", "--out folder/x.json"])
+def test_results_that_could_not_be_kept_are_refused_first(words, tmp_path, monkeypatch):
+    """Pictures replaced scores; a folder with the name of the CSV was found after all episodes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "x.csv").mkdir(parents=True)
+    options = evaluate.parse("", words.split(), evaluate.add_options, load=False)
+    with pytest.raises(ConfigError, match="command line: "):
+        evaluate.check_output(options)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_shield_log_holds_every_override_with_its_reason():

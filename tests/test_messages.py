@@ -176,7 +176,7 @@ CASES = [
      ["22 training samples", "1 ranks x 4 x accumulation 50", "collect more"]),
     ("do not fill one optimiser step of ", lambda t, m, r: phase3_sequences(m),
      ["4 sequences x 1 passes", "accumulation=9", "raise phase3.fragment_length"]),
-    ("--find-batch-size works with --phase 1", lambda t, m, r: find_batch_size(m), ["--phase 1", "live SUMO"]),
+    ("--find-batch-size {budget}", lambda t, m, r: find_batch_size(m), ["--phase 1", "live SUMO"]),
     ("is larger than an iteration of ", lambda t, m, r: train_rl.steps_per_env(
         load_config("configs/smoke.yaml", ["phase2.minibatch_size=999"]).phase2, SimpleNamespace(total=2), TEAM),
      ["minibatch_size=999", "of 40 steps", "lower it"]),
@@ -230,6 +230,9 @@ CASES = [
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
+    ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
+    ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
+    ("collect: episode {job.episode}", "test_data.py"), ("not the settings of a data set", "test_damaged_inputs.py"),
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
     ("could not be kept", "test_imitation.py"), ("cannot be read: {error}; remove", "test_imitation.py"),
     ("could not be written", "test_damaged_inputs.py"), ("missing, although", "test_damaged_inputs.py"),

@@ -23,7 +23,7 @@ from runtime.metrics import VOCABULARY
 from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
 from runtime.report_traffic import shield_section
-from runtime.tracks import load_tracks, save_tracks
+from runtime.tracks import DamagedFile, load_tracks, save_tracks
 
 CONTROLLERS = ["none", "random", "policy"]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -161,9 +161,22 @@ def test_report_shows_everything_and_escapes_it(run):
 
 
 def test_parts_without_files_are_left_out(run, tmp_path):
-    assert "<h2>How it was made</h2>" in build_report(tmp_path).read_text()
+    with pytest.raises(DamagedFile, match="no results there"):  # it wrote a report of nothing but versions
+        build_report(tmp_path)
     shutil.copy(run.folder / "evaluation.json", tmp_path)
     assert re.findall("<h2>(.*?)</h2>", build_report(tmp_path).read_text()) == ["Scores", "How it was made"]
+
+
+@pytest.mark.parametrize("name, content", [
+    ("state.json", "{}"), ("state.json", '{"command": "x", "steps": {"collect": 3}}'), ("evaluation.json", "null"),
+    ("evaluation.json", '{"summary": {}}'), ("evaluation.tracks.npz", "abc"), ("evaluation.shield.csv", "a,b\n1,2\n"),
+    ("metrics.jsonl", '{"phase": 2, "epoch": null, "time": "now", "return": 1}')])
+def test_damaged_results_are_named(run, tmp_path, name, content):
+    """Only JSON that could not be parsed was; the rest were tracebacks."""
+    shutil.copy(run.folder / "evaluation.json", tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DamagedFile, match=f"{name}: damaged"):
+        build_report(tmp_path)
 
 
 def test_colours_do_not_run_out():

@@ -244,7 +244,7 @@ def test_show_says_where_each_value_comes_from(tmp_path, capsys):
 
 @pytest.mark.parametrize("word", ["phase", "phase1.lrr", "phase1.lrr=3"])
 def test_show_refuses_what_does_not_exist(word, capsys):
-    assert console.exit_code(lambda: show([word]), ConfigError) == 2
+    assert console.exit_code(lambda: show([word]), (ConfigError,)) == 2
     assert word.partition("=")[0] in capsys.readouterr().err
 
 
@@ -252,7 +252,7 @@ def test_interrupt_says_what_is_kept(capsys):
     """data.preprocess ended with a traceback."""
     def work():
         raise KeyboardInterrupt
-    assert console.exit_code(work, ConfigError, "chunks are kept, ") == 0
+    assert console.exit_code(work, (ConfigError,), "chunks are kept, ") == 0
     assert "chunks are kept, the same command continues" in capsys.readouterr().err
 
 

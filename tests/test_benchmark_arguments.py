@@ -1,0 +1,35 @@
+"""What is typed wrongly for a benchmark is one line and exit code 2, before anything runs."""
+import importlib
+import sys
+
+import pytest
+
+from benchmarks.simulator import Bench
+
+BENCHMARKS = ("attention", "balloon", "capacity", "chaos", "checkpointing", "compare_rl", "drills", "fuzz",
+              "gpu_memory", "learning", "loader", "nodes", "ppo_update", "reset", "resume", "rollout", "scaling",
+              "shield", "simulator", "size", "soak", "transfer", "tune_rules", "world_model")
+WRONG = [
+    "attention --batch 0", "attention --repeat -1", "attention --device nonsense", "checkpointing --repeat 0",
+    "scaling --repeat 0", "reset --resets 3", "rollout --repeat 0", "ppo_update --presets nope", "loader --rows 49",
+    "drills --only x", "drills --only 99", "fuzz --only x", "soak --parallel 0", "soak --launches 0",
+    "tune_rules --processes 0", "tune_rules --finalists 0", "shield --guards nope", "world_model --scenes ring:x",
+    "world_model --scenes nope:1", "world_model --controllers nope", "world_model --episodes 0", "chaos --minutes nan",
+    "chaos --every 0", "resume --kills -1", *(f"{name} --json no/such/folder.json" for name in BENCHMARKS)]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_arguments_are_refused_at_once(line, monkeypatch, capsys, tmp_path):
+    """They were tracebacks, tables of nothing, or lost results after hours."""
+    monkeypatch.chdir(tmp_path)
+    name, option, value = line.split()
+    monkeypatch.setattr(sys, "argv", [name, option, value])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert end.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_simulator_benchmark_runs(tmp_path):
+    """It asked a fresh environment for its command line: AttributeError with any arguments."""
+    assert Bench(str(tmp_path), 2).bare() > -1
