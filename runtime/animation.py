@@ -104,8 +104,9 @@ def draw_time_space(tracks, path, say=print):
 
 
 def main():
-    if len(sys.argv) not in (3, 4):
-        print("usage: python -m runtime.animation TRACKS.npz FILE.gif|FILE.png [CONTROLLER]", file=sys.stderr)
+    if len(sys.argv) not in (3, 4) or len(sys.argv) == 4 and sys.argv[2].endswith(".png"):
+        print("usage: python -m runtime.animation TRACKS.npz FILE.gif [CONTROLLER], or TRACKS.npz FILE.png of all",
+              file=sys.stderr)
         return 2
     try:
         check(sys.argv[2], (".gif", ".png"))

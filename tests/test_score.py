@@ -84,3 +84,13 @@ def test_shortest_time_to_collision_counts_leaders_only():
     scene["lead"], scene["lead_gap"], scene["lead_speed"] = [1, -1], [30, 5], [10, 0]  # the second sees a wall
     totals.step(scene, np.zeros(2), np.ones(2), events(2), 0)
     assert totals.summary()["min_ttc"] == 3.0
+
+
+def test_collisions_before_an_episode_begins_are_not_its_own():
+    """They end no episode and count in no score, however often averages begin anew."""
+    totals, metres = EpisodeTotals(RewardConfig(), 1.0, 4.0), np.full(1, 1000.0)
+    for collisions in (3, 4):
+        totals.step(scene_of([10], [0]), np.array([10.0]), metres, events(1, collisions=collisions), 0)
+        totals.forget_averages()
+    totals.step(scene_of([10], [0]), np.array([10.0]), metres, events(1, collisions=6), 0)
+    assert totals.summary()["collisions"] == 2
