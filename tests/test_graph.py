@@ -140,12 +140,13 @@ def test_features_are_bounded_and_finite_in_half_precision():
 def test_features_of_one_scene_by_hand():
     scene = np.zeros(4, graph.SCENE)
     scene["speed"], scene["accel"], scene["icv"] = [2, 10, 12, 20], [-2, -1, 0, 3], [1, 0, 0, 0]
-    scene["lead"], scene["lead_gap"], scene["position"], scene["lane_end"] = -1, [50, 100, 150, 500], [0, 250, 500, 9], 80
+    scene["lead"], scene["lead_gap"], scene["position"], scene["lane_end"] = -1, [50, 100, 150, 500], 250, 80
     facts = graph.global_features(scene, {"waiting": 3, "departed": 2, "arrived": 1, "ocr": 0.5}, 2.0)
     facts = dict(zip(graph.GLOBAL, facts.tolist()))
     expected = {"log_vehicles": math.log(5), "log_icvs": math.log(2), "mean_speed": 11, "std_speed": 6.4031,
                 "min_speed": 2, "mean_abs_accel": 1.5, "std_accel": 1.8708, "mean_gap": 125, "share_slow": 0.25,
-                "share_braking": 0.25, "density": 2, "log_waiting": math.log(4), "departed": 2, "arrived": 1, "ocr": 0.5}
+                "share_braking": 0.25, "density": 2, "log_waiting": math.log(4), "departed": 2, "arrived": 1,
+                "ocr": 0.5}
     assert {name: facts[name] for name in expected} == pytest.approx(expected, rel=1e-4)
     nodes = graph.node_features(scene, 1000.0, graph.TIME_PERIOD / 4)
     assert nodes[1].tolist() == pytest.approx([0.25, 0, 10, -1, 80, 0, 0, 1, 0], abs=1e-6)  # a quarter: sin 1, cos 0
