@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from benchmarks.arguments import at_least, writable
+from benchmarks.report import finish
 from configs import Config
 from configs.phases import LoaderConfig
 from data.augment import AugmentedDataset
@@ -232,8 +233,7 @@ def main():
     if options.read:
         return read_in_limit(Path(options.read))
     with tempfile.TemporaryDirectory() as folder:
-        rates = measure(Path(folder), options.rows, options.repeat)
-        memory = memory_growth(Path(folder))
+        rates, memory = measure(Path(folder), options.rows, options.repeat), memory_growth(Path(folder))
     medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"machine load {os.getloadavg()[0]:.1f}; median of {options.repeat}")
     print(f"{'way':32s}{'rows/s':>12s}{'of in-RAM gather':>20s}")
@@ -243,8 +243,7 @@ def main():
     print(f"this project: {ratio[0]:.1f} times plain that opens the chunk, {ratio[1]:.1f} times plain with open chunks")
     print(f"reading {memory['data_mb']} MB under a limit of {LIMIT_MB} MB: anonymous memory grew by "
           f"{memory['RssAnon']} MB (file-backed {memory['RssFile']} MB)")
-    Path(options.json).write_text(json.dumps({"rates": medians, "all": rates, "memory": memory,
-                                              "load": os.getloadavg()}, indent=1))
+    finish(options.json, rates=medians, all=rates, memory=memory)
 
 
 if __name__ == "__main__":

@@ -205,8 +205,7 @@ class Sumo:
         return self._ask(read)
 
     def special_lanes(self):
-        """Ids of the lanes on which somebody may come from the side, and of those closed to cars, for
-        `Road.from_lanes`."""
+        """See the function below; for `Road.from_lanes`."""
         return self._ask(lambda: special_lanes(self.client))
 
     def lane_shapes(self):
@@ -218,22 +217,20 @@ def special_lanes(client):
     """Ids of the junction lanes that cross or meet others (of all lanes in SUMO's sublane model, where drivers pass
     each other on one lane, or where a lane change takes time on both lanes) or that a traffic light closes, and of the
     lanes that do not allow passenger cars."""
-    lane, ids, lights = client.lane, client.lane.getIDList(), client.trafficlight
+    lane, ids, tls = client.lane, client.lane.getIDList(), client.trafficlight
     beside = any(float(client.simulation.getOption(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
-    lit = {via or to for light in lights.getIDList() for links in lights.getControlledLinks(light)
-           for _, to, via in links}
+    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
     crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
     return crossing, [i for i in ids if "passenger" in lane.getDisallowed(i)]
 
 
 def episode_arguments(scenario, seed, env_cfg):
-    """SUMO's command line, without the binary, for an episode of a .sumocfg."""
+    """SUMO's command line, without the binary, for an episode of a .sumocfg. Nobody leaves the score unseen."""
     scale = [] if env_cfg.demand_scale == 1.0 else ["--scale", str(env_cfg.demand_scale * own_scale(scenario))]
     return ["-c", scenario, *scale, "--seed", str(seed), "--random", "false", "--step-length", str(env_cfg.step_length),
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
-            "--duration-log.disable",
-            "--max-depart-delay", "-1", "--time-to-teleport.remove", "false"]  # nobody leaves the score unseen
+            "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false"]
 
 
 def open_simulator(arguments, env_cfg):

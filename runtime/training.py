@@ -76,6 +76,10 @@ def first_weights(model, cfg, folder, phases, say):
     say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
 
 
+COUNTERS = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf, "lr_factor": 1.0,
+            "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}  # a phase may have more
+
+
 class Progress:
     """Everything a phase must save to continue: model, optimiser, scaler, counters, random states of all ranks."""
     patience = 3  # checkpoints in a row that may fail
@@ -87,8 +91,7 @@ class Progress:
         self.lock, self.failures = claim(folder) if team.is_main else None, 0
         if team.is_main:
             profile_steps(optimizer, cfg.profile, folder)
-        self.counters = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf,
-                         "lr_factor": 1.0, "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}
+        self.counters = dict(COUNTERS)
 
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
@@ -106,7 +109,7 @@ class Progress:
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])
-            if not all(isinstance(value, (int, float)) for value in state["counters"].values()):
+            if not all(isinstance(state["counters"].get(name, 0), (int, float)) for name in COUNTERS):
                 raise ValueError(f"counters {state['counters']}")
             self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]

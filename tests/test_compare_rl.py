@@ -151,7 +151,7 @@ def test_rates_leave_the_first_iteration_out(tmp_path):
     rows = [{"time": 110.0, "env_steps": 50, "time_collect": 9.0, "time_learn": 1.0, "ocr": 0.5},
             {"time": 112.0, "env_steps": 100, "time_collect": 1.0, "time_learn": 0.5},
             {"time": 116.0, "env_steps": 150, "time_collect": 3.0, "time_learn": 0.5, "ocr": 0.7}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"phase": 2, "epoch": 1, **row}) + "\n" for row in rows))
     cpu = [(109.0, 20.0), (111.0, 22.0), (115.0, 30.0), (117.0, 36.0)]  # 21 at 110, 33 at 116
     got = rates(tmp_path, {"begin": 100.0, "cpu": cpu})
     assert got["steps_per_s"] == pytest.approx(100 / 6) and got["cpu_ms"] == pytest.approx(120.0)
