@@ -137,7 +137,7 @@ def write(path, scenario, seeds, rows, log):
     if variants:
         result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
     write_atomically(path, json.dumps(result, indent=1))
-    write_csv(path.with_suffix(".csv"), [list(rows[0]), *(row.values() for row in rows)])
+    write_csv(path.with_suffix(".csv"), [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)])
     write_csv(path.with_suffix(".shield.csv"), [(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
 
 

@@ -34,9 +34,9 @@ def run_script(main, user_errors, troubles=()):
 
 def note(code):
     """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure, and a stop is
-    none to it. Of several ranks, one that has something to say is not overwritten."""
+    none to it. Of several ranks the highest counts: where one ends, others lose their connection to it, which is 1."""
     path = Path(os.environ.get("EXIT_CODE_FILE", os.devnull))
-    if code or not path.exists():
+    if not path.exists() or code > int(path.read_text() or 0):
         path.write_text(str(code))
     return code
 

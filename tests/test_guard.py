@@ -21,7 +21,7 @@ from models.policy import Driver
 from runtime import checkpoint, guard as guard_module
 from runtime.checkpoint import CheckpointError, SaveError
 from runtime.distributed import Team
-from runtime.ending import run_script
+from runtime.ending import note, run_script
 from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
 from runtime.metrics import VOCABULARY, read_metrics
@@ -297,6 +297,13 @@ def test_what_another_try_may_survive_is_no_bad_input(tmp_path, monkeypatch, cap
     assert run_script(main, train_ddp.USER_ERRORS, train_ddp.TROUBLES) == code
     assert (tmp_path / "code").read_text() == str(code)
     assert capsys.readouterr().err == "error: no\n"
+
+
+def test_what_the_first_rank_to_end_says_outweighs_the_lost_connections_of_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "code"))
+    for code in (0, 4, 1, 0):
+        assert note(code) == code
+    assert (tmp_path / "code").read_text() == "4"
 
 
 OUT_OF_MEMORY_ONCE = """
