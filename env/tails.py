@@ -22,7 +22,8 @@ def obstacles(traffic, came):
         if not road.internal[lane] and not inside and len(ways):  # it crossed the junction within one control step
             crossed = road.link_lane[lane, ways[0]]
             lane = crossed if road.internal[crossed] else lane
-        elsewhere = ((road.link_edge[lane] >= 0) & (road.link_edge[lane] != edge)).any()  # others go where it does not
+        # Others go where it does not: to another edge, or to another lane of the same.
+        elsewhere = road.forked[lane] or ((road.link_edge[lane] >= 0) & (road.link_edge[lane] != edge)).any()
         if len(ways) and (elsewhere or not inside and on not in road.link_lane[lane]):
             towards = edge if road.internal[lane] else road.lane_edge[lane]
             found.append((j, lane, road.lane_length[lane] + traffic.rear[j], towards))
@@ -61,6 +62,5 @@ def meeting_lanes(internal, link_lane):
 def near_crossing(road, lane, scene):
     """Whether each vehicle of a SCENE array, on `lane` [N], is on a junction lane that crosses or meets another, or may
     be on one before it could stop."""
-    following, speed = road.link_lane[lane], scene["speed"]
-    leads_there = ((following >= 0) & road.crosses[following]).any(1)
-    return road.crosses[lane] | (leads_there & (scene["lane_end"] < speed ** 2 / (2 * COMFORT_DECEL) + 2 * speed + 5))
+    way, speed = scene["lane_end"] + road.to_crossing[lane], scene["speed"]
+    return road.crosses[lane] | (way < speed ** 2 / (2 * COMFORT_DECEL) + 2 * speed + 5)

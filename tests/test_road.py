@@ -138,6 +138,16 @@ def test_crossings_are_near_from_where_one_may_not_stop_any_more():
     assert near_crossing(road, lane, scene).tolist() == [True, True, False, False, False]
 
 
+def test_crossings_behind_short_lanes_are_near_too():
+    """Only those at the end of the own lane were: an ICV came through a short turning lane at full speed, unchecked."""
+    road = Road.from_lanes(LANES, crossing=[":K_0_0"])
+    way = {name: road.to_crossing[road.lane_index[name]] for name in ("b_0", ":J_0_0", "a_0", "m_0", "a_1", "d_0")}
+    assert way == {"b_0": 0, ":J_0_0": 80, "a_0": 85, "m_0": 86, "a_1": np.inf, "d_0": np.inf}
+    scene = np.zeros(2, graph.SCENE)
+    scene["speed"], scene["lane_end"] = 30.0, [30 ** 2 / 9 + 65 - 85.1, 30 ** 2 / 9 + 65 - 84.9]
+    assert near_crossing(road, np.full(2, road.lane_index["a_0"]), scene).tolist() == [True, False]
+
+
 def ring(quarters=4, metres=50, gap=1):
     """A closed network: edges q0, q1, ... of one lane, joined by junction lanes."""
     lanes = [(f":n{q}_0_0", gap, [(f"q{q}_0", "")]) for q in range(quarters)]

@@ -54,3 +54,11 @@ def test_a_tail_that_turns_elsewhere_is_in_the_way(route):
     scene = Scene([("a_1", 80, 10, 5, route, 0), (":J_1_0", 5, 1, 12, 1, 0)], came=["", "a_1"])
     who, gap, speed = scene.traffic.ahead(scene.lane)
     assert (who[0], gap[0], speed[0]) == (1, pytest.approx(13), 1) and np.isfinite(gap).all()
+
+
+def test_a_tail_on_the_other_way_of_a_fork_is_in_the_way():
+    """Where one lane becomes two of the same edge: who went to one was not seen by who followed to the other."""
+    scene = Scene([("a_0", 90, 5, 5, 1, 0), (":J_0_0", 2, 0, 5, 0, 0)], lanes=FORK, came=["", "a_0"],
+                  routes=(("a", "b", "d"), ("a", "b", "c")))
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (1, 10 + 2 - 5, 0)
