@@ -120,10 +120,10 @@ def ended_well(done, text=""):
     return done
 
 
-def refused(done, *words):
-    """Exit code 2, one message, all words in it."""
+def refused(done, *words, code=2):
+    """This exit code, one message, all words in it."""
     errors = [line for line in done.text.splitlines() if line.startswith("error:")]
-    promise(done.code == 2 and len(errors) == 1 and "Traceback" not in done.text,
+    promise(done.code == code and len(errors) == 1 and "Traceback" not in done.text,
             f"exit code {done.code}, {len(errors)} messages: {done.text[-600:]}")
     missing = [word for word in words if word not in done.text]
     promise(not missing, f"not named: {missing}: {errors}")

@@ -143,7 +143,7 @@ def full_while_preprocessing(place):
     shutil.copytree(place.folder / "datasets/smoke/raw", disk / "raw")
     words = ["data.preprocess", *SMOKE[:2], "data.folder=datasets/full"]
     balloon = fill(disk, 1_000_000)
-    message = refused(place.run(*words), "datasets/full")
+    message = refused(place.run(*words), "datasets/full", code=1)
     left = [p.name for p in disk.rglob(".*") if p.name != ".lock"]
     promise(not left, f"left: {left}")
     balloon.unlink()
