@@ -27,11 +27,21 @@ def obstacles(traffic, came):
         if len(ways) and (elsewhere or not inside and on not in road.link_lane[lane]):
             towards = edge if road.internal[lane] else road.lane_edge[lane]
             found.append((j, lane, road.lane_length[lane] + traffic.rear[j], towards))
+        found += [(j, *further) for further in longer_tail(road, lane, road.lane_length[lane] + traffic.rear[j])]
     for j in np.flatnonzero(road.meets[traffic.lane]):
         lane = traffic.lane[j]
         edge, rear = road.lane_edge[road.link_lane[lane, 0]], traffic.rear[j] - road.lane_length[lane]
         found += [(j, other, road.lane_length[other] + rear, edge) for other in road.met_by[lane]]
     return found
+
+
+def longer_tail(road, lane, rear):
+    """[(lane, rear end there, edge to which it leads)] of the lanes that lead to `lane`, where a tail that ends at
+    `rear` there, below 0, may be."""
+    end = rear + road.upstream_m[lane]
+    far = (road.upstream_lane[lane] >= 0) & (end < 0)
+    return [(before, road.lane_length[before] + end, road.link_edge[before, 0] if road.internal[before] else
+             road.lane_edge[before]) for before, end in zip(road.upstream_lane[lane][far], end[far])]
 
 
 def hold_back(traffic, obstacle, lane, who, gap, speed):

@@ -62,3 +62,14 @@ def test_a_tail_on_the_other_way_of_a_fork_is_in_the_way():
                   routes=(("a", "b", "d"), ("a", "b", "c")))
     who, gap, speed = scene.traffic.ahead(scene.lane)
     assert (who[0], gap[0], speed[0]) == (1, 10 + 2 - 5, 0)
+
+
+def test_a_long_tail_is_in_the_way_on_all_lanes_that_it_is_on():
+    """Beyond the lane that it came from, here a turning lane of 4 m, it was not seen by who turns elsewhere."""
+    lanes = [(":J_0_0", 5, [("s_0", "")]), (":J_0_1", 5, [("s_1", "")]), (":K_0_0", 6, [("b_0", "")]),
+             (":K_1_0", 6, [("c_0", "")]), ("a_0", 100, [("s_0", ":J_0_0"), ("s_1", ":J_0_1")]),
+             ("s_0", 4, [("b_0", ":K_0_0")]), ("s_1", 4, [("c_0", ":K_1_0")]), ("b_0", 80, []), ("c_0", 80, [])]
+    scene = Scene([("a_0", 90, 5, 5, 0, 0), (":K_1_0", 1, 2, 12, 1, 1)], lanes=lanes, came=["", "s_1"],
+                  routes=(("a", "s", "b"), ("a", "s", "c")))
+    who, gap, speed = scene.traffic.ahead(scene.lane)
+    assert (who[0], gap[0], speed[0]) == (1, 8, 2)  # its rear is 2 m before the end of a_0
