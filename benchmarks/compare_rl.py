@@ -65,13 +65,9 @@ def arguments():
     strange = sorted(set(options.only) - {*SIDES, "memory"})
     if strange:
         raise ConfigError(f"--only {strange[0]}: expected some of {', '.join((*SIDES, 'memory'))}")
-    if options.repeat < 1:
-        raise ConfigError(f"--repeat {options.repeat}: expected at least 1")
     if not os.access(options.python, os.X_OK) or Path(options.python).is_dir():
         raise ConfigError(f"--python {options.python}: not a program; expected the interpreter of an environment with "
                           'the extra `compare`: pip install -e ".[compare]"')
-    if not Path(options.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {options.json}: no such folder")
     return options
 
 

@@ -72,7 +72,8 @@ def collect(cfg, report=print, meanwhile=lambda: None):
     """Write every missing chunk of the plan and then metadata.json. Returns the raw folder. `meanwhile` is called after
     every episode; what it raises ends the collection."""
     folder = Path(cfg.data.folder) / "raw"
-    for name in scenarios(cfg) if not (folder / "metadata.json").exists() else ():
+    finished = (folder / "metadata.json").exists()
+    for name in [] if finished else scenarios(cfg):
         try:
             check_scenario(of_scenario(cfg, name), folder / "scenario")
         except SumoError as error:

@@ -59,20 +59,6 @@ def distance_to_exit(length, link_lane, edge_of):
     return np.where(np.isfinite(best), best, 0.0)
 
 
-def distance_to(targets, length, link_lane):
-    """Way from each lane's end to the start of the nearest of the lanes `targets` [L] downstream, m, inf where there is
-    none."""
-    best, before = np.full(len(length), np.inf), leading_to(link_lane)
-    heap = [(0.0, b) for i in np.flatnonzero(targets) for b in before[i]]
-    while heap:
-        distance, lane = heapq.heappop(heap)
-        if distance < best[lane]:
-            best[lane] = distance
-            for b in before[lane]:
-                heapq.heappush(heap, (distance + length[lane], b))
-    return best
-
-
 def upstream(length, link_lane, reach):
     """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
     before, result = leading_to(link_lane), []

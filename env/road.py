@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from env.lanes import distance_to, distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, upstream
+from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, upstream
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
@@ -20,9 +20,9 @@ class Road:
     [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
     env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side;
-    to_crossing [L]: way from the lane's end to the next such lane, m; forked [L]: several links lead to the same next
-    edge; closed [L]: not for cars, such as pavements; driving_number [L]: lane_number without the closed ones to its
-    right."""
+    to_crossing [L]: way from the lane's end to the next such lane, m, inf beyond `reach`; forked [L]: several links
+    lead to the same next edge; closed [L]: not for cars, such as pavements; driving_number [L]: lane_number without
+    the closed ones to its right."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -77,6 +77,8 @@ class Road:
         met_by = meeting_lanes(internal, link_lane)
         closed, crosses = (np.isin(list(index), list(names)) for names in (closed, crossing))
         beside = {side: lane_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
+        to_crossing, before = np.full(len(lanes), np.inf), upstream_lane[crosses]
+        np.minimum.at(to_crossing, before, np.where(before >= 0, upstream_m[crosses], np.inf))
         shut = closed[edge_lanes] & (edge_lanes >= 0)
         right = (shut.cumsum(1) - shut)[edge_of, number]
         return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
@@ -84,7 +86,7 @@ class Road:
                    link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
                    joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
-                   crosses=crosses, to_crossing=distance_to(crosses, length, link_lane),
+                   crosses=crosses, to_crossing=to_crossing,
                    forked=forked_lanes(link_edge), closed=closed, driving_number=number - right)
 
     def has_lane(self, lane, number):

@@ -1,10 +1,11 @@
 """Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id."""
 import numpy as np
 
+from env.sumo import SAFE_SPEED
+
 # Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
 # deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
 STOPPING = 5
-SAFE_SPEED = 1  # for who acts so seldom that a command comes late
 
 
 class Routes:
@@ -22,7 +23,7 @@ class Routes:
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
         habits of `new_icvs` [N]: a question each, because only who is commanded matters."""
         for i in np.flatnonzero(new_icvs) if self.step else ():
-            stops, acts_every = simulator.habits(ids[i])
+            stops, acts_every = simulator.habits(ids[i])  # to who acts seldom, a command comes late
             self.checks[slots[i]] = STOPPING * stops | SAFE_SPEED * (acts_every > self.step + 1e-6)
         of_slot = self.of_slot
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)

@@ -18,7 +18,8 @@ import numpy as np
 COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
            "speed": np.float16, "gap": np.float16, "icv": np.bool_, "commanded": np.bool_}
 RANKS = 10
-DAMAGES = (BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError, OSError)  # of an .npz
+# What numpy and zipfile raise for a damaged .npz; the last but one for a flipped bit in the method of compression.
+DAMAGES = (BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError, OSError)
 
 
 class DamagedFile(ValueError):
