@@ -96,6 +96,7 @@ class AdviceConfig:
     offset: float = opt(0.0, "added to the mean speed ahead, m/s")
     margin: float = opt(0.0, "only for ICVs so much faster than the mean ahead, m/s", low=0)
     below: float = opt(20.0, "only where the mean ahead is lower, m/s", low=0)
+    above: float = opt(0.0, "and higher than this, m/s: in a jam that is there advice only costs", low=0)
     brake: float = opt(1.5, "strongest braking of the speed advice, m/s^2", low=0, high=3)
     accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
     meter_brake: float = opt(0.0, "braking of ICVs on a ramp, m/s^2, 0 = no ramp metering", low=0, high=3)

@@ -34,13 +34,13 @@ def random(observation, k, rng):
     return commands(observation, k, chosen, rng.uniform(ACCEL_LOW, ACCEL_HIGH, len(chosen)), lane)
 
 
-def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, brake, accel, meter_brake,
-           meter_above, meter_ahead, meter_below):
+def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, above, brake, accel,
+           meter_brake, meter_above, meter_ahead, meter_below):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
-    in front is under `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
+    in front is between `above` and `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
     Lane moves go first, the nearest merge first; then the strongest braking.
@@ -52,7 +52,7 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     if gap_m > 0:
         moves &= np.minimum(near[:, LEFT_GAP], near[:, LEFT_REAR_GAP]) > gap_m
     mean = mean_speed_ahead(observation, ahead)
-    slows = icv & (v > mean + margin) & (mean < below) & (gain > 0)
+    slows = icv & (v > mean + margin) & (mean > above) & (mean < below) & (gain > 0)
     ramp = icv & (near[:, HAS_LEFT] + near[:, HAS_RIGHT] == 0) & (distance < FAR_M)
     meters = ramp & (v > meter_above) & (meter_brake > 0) & (
         mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)

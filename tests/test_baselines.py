@@ -176,7 +176,7 @@ def test_every_environment_has_a_memory_of_its_own():
 # ---- advice -----------------------------------------------------------------------------------------------------
 
 def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
-            room=None):
+            room=None, above=0.0):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -190,7 +190,7 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
                  and near["merge_vehicles"] >= vehicles)
         if room is not None:
             moves = moves and near["left_gap"] > room and near["left_rear_gap"] > room
-        slows = gain > 0 and v > mean + margin and mean < below
+        slows = gain > 0 and v > mean + margin and above < mean < below
         slows = slows and not moves  # who moves over keeps the driver's speed
         wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
         if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
@@ -228,6 +228,17 @@ def test_advice_can_wait_for_a_gap():
         some, all_of_them = (set(sent(rule("lane_advice", f"baselines.lane_advice.gap_m={gap}")(o, N, None)))
                              for gap in (20, 0))
         assert some == {i for _, i, _, _ in advised(o, *numbers, room=20)} and some <= all_of_them
+        fewer += 0 < len(some) < len(all_of_them)
+    assert fewer > 0
+
+
+def test_speed_advice_leaves_a_jam_alone():
+    """Where the mean speed ahead is at most `above`, nobody is told to slow down; elsewhere the advice is the same."""
+    numbers, fewer = (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1), 0
+    for seed in range(8):
+        o = traffic(seed)
+        some, all_of_them = (sent(rule("speed_advice", f"baselines.speed_advice.above={v}")(o, N, None)) for v in (13, 0))
+        assert list(some) == [i for _, i, _, _ in advised(o, *numbers, above=13)] and set(some) <= set(all_of_them)
         fewer += 0 < len(some) < len(all_of_them)
     assert fewer > 0
 
