@@ -73,7 +73,18 @@ def first_weights(model, cfg, folder, phases, say):
             checkpoint.load_weights(model, state.get("weights"), schema(cfg), folder / f"phase{phase}")
             say(f"weights: {folder / f'phase{phase}'} (epoch {state.get('epoch')})")
             return
-    say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
+    if not (folder / f"phase{max(phases) + 1}" / "latest").exists():  # else this phase has its own to continue from
+        say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
+
+
+def check_moments(optimizer):
+    """ValueError where a loaded state is not that of the parameter that it belongs to: PyTorch looks at the number of
+    parameters only, and would fail in the first step."""
+    for parameter, moments in optimizer.state.items():
+        for name, value in moments.items():
+            if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(f"optimizer: {name} of shape {list(value.shape)} for a parameter of shape "
+                                 f"{list(parameter.shape)}")
 
 
 COUNTERS = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf, "lr_factor": 1.0,
@@ -106,6 +117,7 @@ class Progress:
         checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
         try:
             self.optimizer.load_state_dict(state["optimizer"])
+            check_moments(self.optimizer)
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])

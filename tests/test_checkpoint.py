@@ -328,6 +328,17 @@ def test_counters_of_another_kind_are_refused(tmp_path):
         trainee(tmp_path, 2)[0].resume()
 
 
+def test_moments_of_another_shape_are_refused(tmp_path):
+    """They were taken over, and the first step ended in a traceback."""
+    first, step = trainee(tmp_path, 1)
+    step(), first.save()
+    state = checkpoint.load(tmp_path)
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 5)
+    checkpoint.save(tmp_path, 2, state)
+    with pytest.raises(CheckpointError, match=r"exp_avg of shape \[3, 5\] for a parameter"):
+        trainee(tmp_path, 2)[0].resume()
+
+
 def test_other_number_of_ranks_is_said_and_resumed(tmp_path, capsys):
     first, step = trainee(tmp_path, 1)
     step(), first.save()
@@ -349,3 +360,12 @@ def test_first_weights_come_from_the_nearest_phase_or_are_missed_loudly(tmp_path
         step(), progress.save()
         first_weights(model, Config(), folder, (2, 1), said.append)
         assert torch.equal(model.weight, progress.model.weight) and f"phase{phase}" in said[-1]
+
+
+def test_a_phase_with_its_own_checkpoint_does_not_start_untrained(tmp_path):
+    """It said so, although it continued a moment later."""
+    said = []
+    progress, step = trainee(tmp_path / "phase3", 1)
+    step(), progress.save()
+    first_weights(nn.Linear(4, 1), Config(), tmp_path, (2, 1), said.append)
+    assert said == []
