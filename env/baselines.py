@@ -40,7 +40,8 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
-    in front is between `above` and `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to [-brake, accel].
+    in front is between `above` and `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to
+    [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
     Lane moves go first, the nearest merge first; then the strongest braking.

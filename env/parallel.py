@@ -47,7 +47,7 @@ class ParallelTraffic(ParallelEnv or object):
 
     def reset(self, seed=None, options=None):
         """Begin an episode and wait for the first ICV: (observations, infos) by agent."""
-        self.slot_of, self.agent_of = {}, {}
+        self.slot_of, self.agent_of, self.free = {}, {}, iter(self.possible_agents)
         _, info = self.env.reset(seed=seed)
         info, _, _ = self._until_somebody_is_there(info, False, False)
         return self._observe(self.agents), dict.fromkeys(self.agents, info)
@@ -80,11 +80,13 @@ class ParallelTraffic(ParallelEnv or object):
         return info, terminated, truncated
 
     def _name_agents(self):
-        """A vehicle keeps its name; the next free one goes to a newcomer, until all have been given."""
-        slots, free = self.env.slots, iter(self.possible_agents[len(self.agent_of):])
+        """A vehicle keeps its name while it is there; the next free one goes to a newcomer, or to who comes back from
+        a car park, until all have been given."""
+        slots = self.env.slots
         present = {slots.names[slot]: int(slot) for slot in np.flatnonzero(slots.icv)}
+        self.agent_of = {vehicle: agent for vehicle, agent in self.agent_of.items() if vehicle in present}
         for vehicle in present:
-            if vehicle not in self.agent_of and (agent := next(free, None)):
+            if vehicle not in self.agent_of and (agent := next(self.free, None)):
                 self.agent_of[vehicle] = agent
         self.slot_of = {self.agent_of[v]: slot for v, slot in present.items() if v in self.agent_of}
         self.agents = list(self.slot_of)

@@ -131,11 +131,24 @@ def test_an_agents_action_reaches_its_vehicle_and_is_paid_for(view):
 def test_icvs_beyond_the_agents_are_left_to_sumos_drivers(view):
     traffic = view("env.icv_share=1.0", "env.max_vehicles=20")
     traffic.reset(seed=1)
-    traffic.agent_of = dict.fromkeys(range(18))  # as if 18 had come and gone: two names are left
+    traffic.agent_of, traffic.free = {}, iter(traffic.possible_agents[18:])  # as if 18 had come and gone: two are left
     traffic._name_agents()
     while len(traffic.env.slots.slot_of) < 4:
         traffic.step(dict.fromkeys(traffic.agents, (11, 0)))
     assert set(traffic.agents) <= {"icv_18", "icv_19"}
+
+
+@needs_pettingzoo
+def test_who_comes_back_is_a_new_agent(view):
+    """A vehicle that had parked came back as the agent that had been terminated."""
+    traffic = view("env.icv_share=1.0")
+    traffic.reset(seed=1)
+    first, slot = traffic.agents[0], traffic.slot_of[traffic.agents[0]]
+    for there in (False, True):
+        traffic.env.slots.icv[slot] = there
+        traffic._name_agents()
+        assert first not in traffic.agents
+    assert slot in traffic.slot_of.values()
 
 
 def test_without_pettingzoo_the_message_says_what_to_install(monkeypatch):
