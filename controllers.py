@@ -3,7 +3,7 @@ import numpy as np
 import torch
 
 from env.baselines import BASELINES, make_baseline, mean_speed_ahead
-from env.ration import Rationed
+from env.ration import LeavesJams, Rationed
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
@@ -100,4 +100,5 @@ def make_controller(cfg, name, models, num_envs):
     """The controller of this name, for the environments of one pool: a policy of `models`, {name: TrafficModel}, or a
     baseline."""
     chosen = PolicyController(cfg, models[name], num_envs) if name in models else BaselineController(cfg, name)
+    chosen = LeavesJams(chosen, cfg) if cfg.evaluate.leave_below else chosen
     return Rationed(chosen, cfg) if cfg.evaluate.c_int_cap else chosen

@@ -1,10 +1,29 @@
-"""A budget for interventions: commands that would cost more than `evaluate.c_int_cap` are not sent."""
+"""Commands that are not sent: those that would cost more than `evaluate.c_int_cap`, and those in a jam."""
 import numpy as np
 
+from env.baselines import mean_speed_ahead
 from env.graph import NODE
 from env.spaces import KEEP, LANE_CHANGE
 
-LANE = NODE.index("lane")
+LANE, AHEAD = NODE.index("lane"), 0.33  # share of the network's length in which a jam is looked for
+
+
+class LeavesJams:
+    """A controller that leaves alone who has slower traffic ahead than `evaluate.leave_below`: a jam that is there
+    cannot be prevented any more."""
+
+    def __init__(self, controller, cfg):
+        self.controller, self.limit, self.slots = controller, cfg.evaluate.leave_below, cfg.env.max_vehicles
+        self.begin = controller.begin
+        if hasattr(controller, "scores"):
+            self.scores = controller.scores
+
+    def act(self, observation, env):
+        """The controller's commands, without those in a jam."""
+        commands, ahead = self.controller.act(observation, env), mean_speed_ahead(observation, AHEAD)
+        jammed = np.append(ahead < self.limit, False)[np.minimum(commands["slot"], self.slots)]
+        commands["slot"][jammed], commands["reason"][jammed] = self.slots, 0
+        return commands
 
 
 class Rationed:
