@@ -237,7 +237,8 @@ def test_speed_advice_leaves_a_jam_alone():
     numbers, fewer = (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1), 0
     for seed in range(8):
         o = traffic(seed)
-        some, all_of_them = (sent(rule("speed_advice", f"baselines.speed_advice.above={v}")(o, N, None)) for v in (13, 0))
+        some, all_of_them = (sent(rule("speed_advice", f"baselines.speed_advice.above={speed}")(o, N, None))
+                             for speed in (13, 0))
         assert list(some) == [i for _, i, _, _ in advised(o, *numbers, above=13)] and set(some) <= set(all_of_them)
         fewer += 0 < len(some) < len(all_of_them)
     assert fewer > 0

@@ -6,7 +6,7 @@ from benchmarks import pareto
 from configs import load_config
 from controllers import BaselineController, make_controller
 from env.graph import NODE
-from env.ration import Budget, Rationed
+from env.ration import AHEAD, Budget, LeavesJams, Rationed
 from env.spaces import LANE_CHANGE
 from env.workers import make_pool
 from evaluate import run_jobs
@@ -84,6 +84,36 @@ def test_the_cap_holds_in_traffic(scenarios, cap):
         rows, _ = run_jobs(pool, {"capped": capped, "free": free}, [("free", 5), ("capped", 5)], 0, lambda *_: None)
     cost = {row["controller"]: row["c_int"] for row in rows}
     assert 0.8 * cap < cost["capped"] <= cap < cost["free"]
+
+
+def test_who_has_a_jam_ahead_is_left_alone():
+    """Against the mean of those ahead, one vehicle at a time; who has nobody ahead is not touched."""
+    rng, struck = np.random.default_rng(0), 0
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=10"])
+    cfg.env.max_vehicles = SLOTS
+    for _ in range(30):
+        there, place, speed = rng.random(SLOTS) < 0.8, rng.random(SLOTS), rng.uniform(0, 20, SLOTS)
+        seen = {**observation(), "mask": there.astype(np.float32)}
+        seen["nodes"][:, NODE.index("position")], seen["nodes"][:, NODE.index("speed")] = place, speed
+        told = commands(*[(slot, -1.0, KEEP, 0.0) for slot in [*np.flatnonzero(there), SLOTS]])
+
+        class Fake:
+            begin = act = None
+        fake = Fake()
+        fake.act = lambda *_: told
+        front = {i: speed[there & (place > place[i]) & (place <= place[i] + AHEAD)] for i in np.flatnonzero(there)}
+        left = [int(i) for i in np.flatnonzero(there) if len(front[i]) and front[i].mean() < 10]
+        out = LeavesJams(fake, cfg).act(seen, 0)
+        assert sorted(set(np.flatnonzero(there)) - set(out["slot"])) == left and len(out["slot"]) == there.sum() + 1
+        assert (out["reason"][:-1] == (out["slot"][:-1] < SLOTS)).all()
+        struck += len(left)
+    assert 20 < struck < 100
+
+
+def test_a_budget_does_not_pay_for_what_a_jam_strikes():
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=10", "evaluate.c_int_cap=0.1"])
+    made = make_controller(cfg, "random", {}, 1)
+    assert isinstance(made, Rationed) and isinstance(made.controller, LeavesJams)
 
 
 def test_each_policy_of_the_pareto_table_drives_behind_its_own_cap(monkeypatch):
