@@ -37,7 +37,7 @@ from runtime.scores import summarise, table
 from train_ddp import USER_ERRORS
 
 RANGES = {"reach_m": (50, 500), "vehicles": (1, 6), "gap_m": (2, 12), "ahead": (0.05, 0.6), "gain": (0.2, 1.5),
-          "offset": (-3, 4), "margin": (0, 6), "below": (12, 28), "above": (2, 15), "brake": (0.5, 3),
+          "offset": (-3, 4), "margin": (0, 6), "below": (12, 28), "above": (2, 18), "brake": (0.5, 3),
           "accel": (0, 2), "meter_brake": (0.1, 2), "meter_above": (4, 18), "meter_ahead": (0.05, 0.3),
           "meter_below": (5, 20)}
 PARTS = ("reach_m", "gap_m", "gain", "above", "meter_brake")  # 0 = this part of the rule is left out

@@ -8,15 +8,26 @@ from env.spaces import KEEP, LANE_CHANGE
 LANE, AHEAD = NODE.index("lane"), 0.33  # share of the network's length in which a jam is looked for
 
 
-class LeavesJams:
+class Filtered:
+    """A controller some of whose commands are not sent."""
+
+    def __init__(self, controller, cfg):
+        self.controller, self.slots = controller, cfg.env.max_vehicles
+        if hasattr(controller, "scores"):
+            self.scores = controller.scores
+
+    def begin(self, env, seed):
+        """A new episode in environment number `env`."""
+        self.controller.begin(env, seed)
+
+
+class LeavesJams(Filtered):
     """A controller that leaves alone who has slower traffic ahead than `evaluate.leave_below`: a jam that is there
     cannot be prevented any more."""
 
     def __init__(self, controller, cfg):
-        self.controller, self.limit, self.slots = controller, cfg.evaluate.leave_below, cfg.env.max_vehicles
-        self.begin = controller.begin
-        if hasattr(controller, "scores"):
-            self.scores = controller.scores
+        super().__init__(controller, cfg)
+        self.limit = cfg.evaluate.leave_below
 
     def act(self, observation, env):
         """The controller's commands, without those in a jam."""
@@ -26,7 +37,7 @@ class LeavesJams:
         return commands
 
 
-class Rationed:
+class Rationed(Filtered):
     """A controller whose C_int stays within `evaluate.c_int_cap` at every moment of an episode.
 
     Every ICV earns the cap in every control step; commands are paid for from what has been earned so far, in the
@@ -35,15 +46,13 @@ class Rationed:
     """
 
     def __init__(self, controller, cfg):
-        self.controller, self.cap, self.budgets = controller, cfg.evaluate.c_int_cap, {}
-        self.slots = cfg.env.max_vehicles
+        super().__init__(controller, cfg)
+        self.cap, self.budgets = cfg.evaluate.c_int_cap, {}
         self.hold = int(cfg.env.lane_change_hold_s / cfg.env.control_interval)
-        if hasattr(controller, "scores"):
-            self.scores = controller.scores
 
     def begin(self, env, seed):
-        """A new episode in environment number `env`."""
-        self.controller.begin(env, seed)
+        """A new episode with a budget of its own."""
+        super().begin(env, seed)
         self.budgets[env] = Budget(self.slots, self.hold)
 
     def act(self, observation, env):

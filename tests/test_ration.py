@@ -1,4 +1,6 @@
 """A cap on C_int: what is not sent, what is told once, and that it holds on real traffic."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -96,24 +98,29 @@ def test_who_has_a_jam_ahead_is_left_alone():
         seen = {**observation(), "mask": there.astype(np.float32)}
         seen["nodes"][:, NODE.index("position")], seen["nodes"][:, NODE.index("speed")] = place, speed
         told = commands(*[(slot, -1.0, KEEP, 0.0) for slot in [*np.flatnonzero(there), SLOTS]])
-
-        class Fake:
-            begin = act = None
-        fake = Fake()
-        fake.act = lambda *_: told
         front = {i: speed[there & (place > place[i]) & (place <= place[i] + AHEAD)] for i in np.flatnonzero(there)}
         left = [int(i) for i in np.flatnonzero(there) if len(front[i]) and front[i].mean() < 10]
-        out = LeavesJams(fake, cfg).act(seen, 0)
+        out = LeavesJams(SimpleNamespace(act=lambda *_: told), cfg).act(seen, 0)
         assert sorted(set(np.flatnonzero(there)) - set(out["slot"])) == left and len(out["slot"]) == there.sum() + 1
         assert (out["reason"][:-1] == (out["slot"][:-1] < SLOTS)).all()
         struck += len(left)
     assert 20 < struck < 100
 
 
-def test_a_budget_does_not_pay_for_what_a_jam_strikes():
-    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=10", "evaluate.c_int_cap=0.1"])
-    made = make_controller(cfg, "random", {}, 1)
-    assert isinstance(made, Rationed) and isinstance(made.controller, LeavesJams)
+@pytest.mark.parametrize("speed, left", [(9.0, 4.0), (11.0, 1.0)])
+def test_a_budget_does_not_pay_for_what_a_jam_strikes(speed, left, monkeypatch):
+    """Four ICVs earn 4; the first one, told to brake with 3 m/s^2, has a jam ahead or none."""
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=10", "evaluate.c_int_cap=1"])
+    cfg.env.max_vehicles, cfg.env.lane_change_hold_s = SLOTS, 4.5
+    monkeypatch.setattr("controllers.BaselineController", lambda *_: SimpleNamespace(
+        begin=lambda *_: None, act=lambda *_: commands((0, -3.0, KEEP, 0.0))))
+    made, seen = make_controller(cfg, "random", {}, 1), {**observation(), "mask": np.ones(SLOTS, np.float32)}
+    seen["nodes"][:, NODE.index("position")] = np.arange(SLOTS) / 10
+    seen["nodes"][:, NODE.index("speed")] = speed
+    made.begin(0, 1)
+    made.budgets[0].step = 0  # nothing is earned before the first step
+    out = made.act(seen, 0)
+    assert made.budgets[0].left == pytest.approx(left) and (out["slot"][0] == 0) == (speed > 10)
 
 
 def test_each_policy_of_the_pareto_table_drives_behind_its_own_cap(monkeypatch):

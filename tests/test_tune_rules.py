@@ -24,6 +24,15 @@ def test_candidates_are_rules_that_the_configuration_allows():
     assert 20 < sum(rule.gain == 0 for rule in rules) < 90  # some rules without speed advice
 
 
+@pytest.mark.parametrize("path", ["configs/default.yaml", "configs/suite.yaml", "configs/roads_train.yaml"])
+def test_the_search_covers_the_rules_that_are_known(path):
+    """The best rule's `above` lay outside, so that every candidate near it was another rule."""
+    baselines = load_config(path).baselines
+    for name in tune_rules.KNOWN:
+        for key, value in dataclasses.asdict(getattr(baselines, name)).items():
+            assert not value or tune_rules.RANGES[key][0] <= value <= tune_rules.RANGES[key][1], (name, key)
+
+
 def test_best_rule_with_and_without_a_limit():
     results = [{"s_total": s, "c_int": c, "by_variant": [s, -s]} for s, c in ((1, 0.01), (3, 0.2), (2, 0.05))]
     assert winners(results, 0.05, 2) == {"best": [1, 2, 0], "best with C_int <= 0.05": [2, 0],
