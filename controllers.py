@@ -100,5 +100,6 @@ def make_controller(cfg, name, models, num_envs):
     """The controller of this name, for the environments of one pool: a policy of `models`, {name: TrafficModel}, or a
     baseline."""
     chosen = PolicyController(cfg, models[name], num_envs) if name in models else BaselineController(cfg, name)
-    chosen = LeavesJams(chosen, cfg) if cfg.evaluate.leave_below else chosen
+    if name in models and cfg.evaluate.leave_below:  # rules have their own limits (`baselines:`)
+        chosen = LeavesJams(chosen, cfg)
     return Rationed(chosen, cfg) if cfg.evaluate.c_int_cap else chosen

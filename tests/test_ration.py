@@ -73,7 +73,10 @@ def test_a_lane_change_that_could_not_be_paid_does_not_stand():
 
 
 def test_without_a_cap_nothing_stands_in_between():
-    assert isinstance(make_controller(load_config("configs/smoke.yaml"), "random", {}, 1), BaselineController)
+    """And a policy's limit is not a rule's."""
+    for overrides in ([], ["evaluate.leave_below=10"]):
+        cfg = load_config("configs/smoke.yaml", overrides)
+        assert isinstance(make_controller(cfg, "random", {}, 1), BaselineController)
 
 
 @pytest.mark.parametrize("cap", [0.02, 0.3])
@@ -112,9 +115,10 @@ def test_a_budget_does_not_pay_for_what_a_jam_strikes(speed, left, monkeypatch):
     """Four ICVs earn 4; the first one, told to brake with 3 m/s^2, has a jam ahead or none."""
     cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=10", "evaluate.c_int_cap=1"])
     cfg.env.max_vehicles, cfg.env.lane_change_hold_s = SLOTS, 4.5
-    monkeypatch.setattr("controllers.BaselineController", lambda *_: SimpleNamespace(
+    monkeypatch.setattr("controllers.PolicyController", lambda *_: SimpleNamespace(
         begin=lambda *_: None, act=lambda *_: commands((0, -3.0, KEEP, 0.0))))
-    made, seen = make_controller(cfg, "random", {}, 1), {**observation(), "mask": np.ones(SLOTS, np.float32)}
+    made = make_controller(cfg, "policy", {"policy": None}, 1)
+    seen = {**observation(), "mask": np.ones(SLOTS, np.float32)}
     seen["nodes"][:, NODE.index("position")] = np.arange(SLOTS) / 10
     seen["nodes"][:, NODE.index("speed")] = speed
     made.begin(0, 1)
