@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from configs import load_config
+from evaluate import find_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
 MOST_MB = 8
 
@@ -29,3 +32,10 @@ def test_policy_is_scored_by_one_command(name, scenario, helps, tmp_path):
 @pytest.mark.parametrize("name", ["suite", "scenes"])
 def test_policy_is_small(name):
     assert sum(path.stat().st_size for path in (ROOT / "policies" / name).rglob("*")) < MOST_MB * 2 ** 20
+
+
+def test_policy_drives_as_its_suite_says():
+    """Without --config too: what the checkpoint says about evaluation is what the README's tables were made with."""
+    state, folder = find_checkpoint(ROOT / "policies/suite")
+    own, suite = load_config(state["config"], source=str(folder)), load_config(ROOT / "configs/suite.yaml")
+    assert own.evaluate == suite.evaluate and own.evaluate.leave_below == 10
