@@ -21,8 +21,8 @@ class Road:
     the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
     env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side;
     to_crossing [L]: way from the lane's end to the next such lane, m, inf beyond `reach`; forked [L]: several links
-    lead to the same next edge; closed [L]: not for cars, such as pavements; driving_number [L]: lane_number without
-    the closed ones to its right."""
+    lead to the same next edge; closed [L]: not for cars, such as pavements; oncoming [L]: drivers overtake among the
+    oncoming traffic; driving_number [L]: lane_number without the closed ones to its right."""
     lane_index: dict
     edge_index: dict
     lane_length: np.ndarray
@@ -47,12 +47,13 @@ class Road:
     to_crossing: np.ndarray
     forked: np.ndarray
     closed: np.ndarray
+    oncoming: np.ndarray
     driving_number: np.ndarray
 
     @classmethod
-    def from_lanes(cls, lanes, reach=600.0, crossing=(), closed=()):
+    def from_lanes(cls, lanes, reach=600.0, crossing=(), closed=(), oncoming=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream. `crossing`, `closed`: ids of the lanes of `crosses` and `closed`."""
+        searched at most `reach` m upstream. `crossing`, `closed`, `oncoming`: ids (env.lanes.special_lanes)."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:
@@ -75,7 +76,7 @@ class Road:
         join_edge, join_with = joining_edges(link_edge, edge_of, internal)
         joins = np.isin(np.arange(len(edges)), join_edge)
         met_by = meeting_lanes(internal, link_lane)
-        closed, crosses = (np.isin(list(index), list(names)) for names in (closed, crossing))
+        closed, crosses, oncoming = (np.isin(list(index), list(names)) for names in (closed, crossing, oncoming))
         beside = {side: lane_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
         to_crossing, before = np.full(len(lanes), np.inf), upstream_lane[crosses]
         np.minimum.at(to_crossing, before, np.where(before >= 0, upstream_m[crosses], np.inf))
@@ -87,7 +88,8 @@ class Road:
                    upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
                    joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
                    crosses=crosses, to_crossing=to_crossing,
-                   forked=forked_lanes(link_edge), closed=closed, driving_number=number - right)
+                   forked=forked_lanes(link_edge), closed=closed, oncoming=oncoming,
+                   driving_number=number - right)
 
     def has_lane(self, lane, number):
         """Whether the edge of a lane has one with this number, open to cars."""

@@ -13,6 +13,7 @@ from traci.connection import Connection
 from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
+from env.lanes import special_lanes
 from env.launch import SumoError, find_binary, launch
 from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
@@ -205,23 +206,12 @@ class Sumo:
         return self._ask(read)
 
     def special_lanes(self):
-        """See the function below; for `Road.from_lanes`."""
+        """See env.lanes.special_lanes."""
         return self._ask(lambda: special_lanes(self.client))
 
     def lane_shapes(self):
         """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
-
-
-def special_lanes(client):
-    """Ids of the junction lanes that cross or meet others (of all lanes in SUMO's sublane model, where drivers pass
-    each other on one lane, or where a lane change takes time on both lanes) or that a traffic light closes, and of the
-    lanes that do not allow passenger cars."""
-    lane, ids, tls = client.lane, client.lane.getIDList(), client.trafficlight
-    beside = any(float(client.simulation.getOption(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
-    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
-    return crossing, [i for i in ids if "passenger" in lane.getDisallowed(i)]
 
 
 def episode_arguments(scenario, seed, env_cfg):

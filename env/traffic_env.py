@@ -117,7 +117,7 @@ class TrafficEnv(gymnasium.Env):
             self.simulator.load(self.arguments(self.seed))
         if self.scenario not in self.roads:
             self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50,
-                                                        *self.simulator.special_lanes())
+                                                        **self.simulator.special_lanes())
         self.road = self.roads[self.scenario]
         self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
         self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}
@@ -131,11 +131,13 @@ class TrafficEnv(gymnasium.Env):
         self._observe(out)
 
     def _commands(self, slots, accels, lanes, brakes):
-        """(packed commands, cost of the step). Commands to empty slots, human drivers or a slot twice are ignored."""
+        """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and
+        where drivers overtake among the oncoming traffic: they count on the others' going on as they are."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
-            if not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen:
+            if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
+                    or self.road.oncoming[self.lane_at[slot]]):
                 continue
             seen.add(slot)
             name = self.slots.names[slot]

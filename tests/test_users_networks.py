@@ -1,4 +1,5 @@
 """Networks and configurations of users, in which shield, score or settings once did not see everything."""
+import gzip
 import subprocess
 
 import numpy as np
@@ -22,13 +23,14 @@ RED = ('<additional><tlLogic id="t" type="static" programID="m" offset="0"><phas
 
 @pytest.fixture
 def road(tmp_path):
-    """road(nodes, edges, routes, more, additional) -> path of a .sumocfg."""
-    def build(nodes, edges, routes="", more="", additional="<additional/>"):
+    """road(nodes, edges, routes, more, additional, opposites) -> path of a .sumocfg."""
+    def build(nodes, edges, routes="", more="", additional="<additional/>", opposites=False):
         for name, root, text in (("nodes", "nodes", nodes), ("edges", "edges", edges), ("routes", "routes", routes)):
             (tmp_path / f"{name}.xml").write_text(f"<{root}>{text}</{root}>")
         (tmp_path / "more.xml").write_text(additional)
         subprocess.run([find_binary("netconvert"), "-n", tmp_path / "nodes.xml", "-e", tmp_path / "edges.xml", "-o",
-                        tmp_path / "net.xml"], check=True, capture_output=True, env=sumo_environment())
+                        tmp_path / "net.xml", f"--opposites.guess={opposites}"], check=True, capture_output=True,
+                       env=sumo_environment())
         path = tmp_path / "road.sumocfg"
         path.write_text('<configuration><input><net-file value="net.xml"/><route-files value="routes.xml"/>'
                         f'<additional-files value="more.xml"/></input>{more}</configuration>')
@@ -45,7 +47,7 @@ def test_signal_without_crossing_traffic(make, road):
     adversary = Adversary(env.cfg, "throttle")
     adversary.begin(0, 1)
     observation, _ = env.reset(seed=1)
-    assert env.simulator.special_lanes()[0] == [":t_0_0"]
+    assert env.simulator.special_lanes()["crossing"] == [":t_0_0"]
     for _ in range(150):
         command = adversary.act(observation, 0)
         observation, *_, info = env.command(*(command[name] for name in ("slot", "accel", "lane", "brake")))
@@ -59,8 +61,7 @@ def test_lanes_on_which_somebody_may_be_beside(make, road, option, every):
     flow = '<flow id="f" begin="0" end="10" period="4"><route edges="in out"/></flow>'
     env = make(scenario=road(LIGHT, STRAIGHT.format(2), flow, f"<processing>{option}</processing>"))
     env.reset(seed=1)
-    crossing, _ = env.simulator.special_lanes()
-    assert ({"in_0", "out_1"} <= set(crossing)) == every
+    assert ({"in_0", "out_1"} <= set(env.simulator.special_lanes()["crossing"])) == every
 
 
 def test_lane_closed_to_everybody_is_no_lane(make, road):
@@ -69,9 +70,31 @@ def test_lane_closed_to_everybody_is_no_lane(make, road):
     flow = '<flow id="f" begin="0" end="10" period="4"><route edges="in"/></flow>'
     env = make(scenario=road(LIGHT, edge + STRAIGHT.split("/>")[1].format(2) + "/>", flow))
     env.reset(seed=1)
-    assert env.simulator.special_lanes()[1] == ["in_2"]
+    assert env.simulator.special_lanes()["closed"] == ["in_2"]
     lane = env.road.lane_index["in_1"]
     assert not env.road.has_lane(lane, 2) and env.road.has_lane(lane, 0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_where_drivers_overtake_among_the_oncoming_traffic_nobody_is_commanded(make, road, tmp_path, packed):
+    """They count on the others' going on as they are: "erratic" had 20 collisions in 23,460 steps, most of them
+    frontal."""
+    edges = '<edge id="in" from="a" to="t" speed="30"/><edge id="back" from="t" to="a" speed="30"/>' + STRAIGHT.split(
+        "/>")[1].format(1) + "/>"
+    flow = '<flow id="f" begin="0" end="10" period="4"><route edges="in out"/></flow>'
+    path = road(LIGHT.replace("traffic_light", "priority"), edges, flow, opposites=True)
+    if packed:
+        (tmp_path / "net.xml").write_bytes(gzip.compress((tmp_path / "net.xml").read_bytes()))
+    env = make(scenario=path, icv_share=1.0)
+    env.reset(seed=1)
+    assert sorted(env.simulator.special_lanes()["oncoming"]) == ["back_0", "in_0"]
+    costs = {"in": set(), "out": set()}
+    for _ in range(40):
+        edge = env.road.lane_edge[env.lane_at[0]]
+        cost = env.command(*only(env, np.flatnonzero(env.observation["icv"])[:1], -1.0))[-1]["cost"]
+        for name in costs:
+            costs[name] |= {cost > 0} if edge == env.road.edge_index[name] and env.observation["icv"][0] else set()
+    assert costs == {"in": {False}, "out": {True}}
 
 
 def test_who_acts_seldom_keeps_the_safe_speed(make, grid):
