@@ -3,7 +3,7 @@ import numpy as np
 import torch
 
 from env.baselines import BASELINES, make_baseline, mean_speed_ahead
-from env.ration import LeavesJams, Rationed
+from env.ration import Rationed
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import SPEED
@@ -22,7 +22,8 @@ class PolicyController:
 
     def __init__(self, cfg, model, num_envs):
         self.k = model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
-        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled)
+        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled,
+                             leave_below=cfg.evaluate.leave_below)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
 
     def begin(self, env, seed):
@@ -100,6 +101,4 @@ def make_controller(cfg, name, models, num_envs):
     """The controller of this name, for the environments of one pool: a policy of `models`, {name: TrafficModel}, or a
     baseline."""
     chosen = PolicyController(cfg, models[name], num_envs) if name in models else BaselineController(cfg, name)
-    if name in models and cfg.evaluate.leave_below:  # rules have their own limits (`baselines:`)
-        chosen = LeavesJams(chosen, cfg)
     return Rationed(chosen, cfg) if cfg.evaluate.c_int_cap else chosen

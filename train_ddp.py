@@ -31,7 +31,7 @@ from data.loading import StreamingDataset, make_loader, windows
 from data.location import open_data
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
-from models import objectives
+from models import objectives, risk_gnn
 from models.losses import ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
 from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
@@ -224,7 +224,8 @@ def phase3(cfg, team, guard):
         boundary = True
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
-                driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast)
+                driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, True, precision.autocast,
+                                cfg.evaluate.leave_below)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)
@@ -266,11 +267,10 @@ def make_sequences(cfg, team, batch, multiplier):
     by_env = {name: value.transpose(0, 1) for name, value in batch.items()}  # [E, T, ...]
     # After the last step nobody is present, so nothing beyond it is a target.
     pad = lambda x: torch.cat([x, torch.zeros_like(x[:, :cfg.data.future])], 1)  # noqa: E731
-    speed = by_env["nodes"][..., 2].float()
+    speed, icv = (by_env["nodes"][..., column].float() for column in (risk_gnn.SPEED, risk_gnn.ICV))
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
-    icvs = by_env["icv"].sum(-1).float()
-    advantage, returns, cost_returns, price = advantages(cfg, team, batch, icvs.T, multiplier)
+    advantage, returns, cost_returns, price = advantages(cfg, team, batch, (icvs := icv.sum(-1)).T, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",

@@ -1,43 +1,13 @@
-"""Commands that are not sent: those that would cost more than `evaluate.c_int_cap`, and those in a jam."""
+"""A cap on C_int that holds in every episode: commands that would cost more are not sent."""
 import numpy as np
 
-from env.baselines import mean_speed_ahead
 from env.graph import NODE
 from env.spaces import KEEP, LANE_CHANGE
 
-LANE, AHEAD = NODE.index("lane"), 0.33  # share of the network's length in which a jam is looked for
+LANE = NODE.index("lane")
 
 
-class Filtered:
-    """A controller some of whose commands are not sent."""
-
-    def __init__(self, controller, cfg):
-        self.controller, self.slots = controller, cfg.env.max_vehicles
-        if hasattr(controller, "scores"):
-            self.scores = controller.scores
-
-    def begin(self, env, seed):
-        """A new episode in environment number `env`."""
-        self.controller.begin(env, seed)
-
-
-class LeavesJams(Filtered):
-    """A controller that leaves alone who has slower traffic ahead than `evaluate.leave_below`: a jam that is there
-    cannot be prevented any more."""
-
-    def __init__(self, controller, cfg):
-        super().__init__(controller, cfg)
-        self.limit = cfg.evaluate.leave_below
-
-    def act(self, observation, env):
-        """The controller's commands, without those in a jam."""
-        commands, ahead = self.controller.act(observation, env), mean_speed_ahead(observation, AHEAD)
-        jammed = np.append(ahead < self.limit, False)[np.minimum(commands["slot"], self.slots)]
-        commands["slot"][jammed], commands["reason"][jammed] = self.slots, 0
-        return commands
-
-
-class Rationed(Filtered):
+class Rationed:
     """A controller whose C_int stays within `evaluate.c_int_cap` at every moment of an episode.
 
     Every ICV earns the cap in every control step; commands are paid for from what has been earned so far, in the
@@ -46,13 +16,15 @@ class Rationed(Filtered):
     """
 
     def __init__(self, controller, cfg):
-        super().__init__(controller, cfg)
-        self.cap, self.budgets = cfg.evaluate.c_int_cap, {}
+        self.controller, self.cap, self.budgets = controller, cfg.evaluate.c_int_cap, {}
+        self.slots = cfg.env.max_vehicles
         self.hold = int(cfg.env.lane_change_hold_s / cfg.env.control_interval)
+        if hasattr(controller, "scores"):
+            self.scores = controller.scores
 
     def begin(self, env, seed):
-        """A new episode with a budget of its own."""
-        super().begin(env, seed)
+        """A new episode in environment number `env`, with a budget of its own."""
+        self.controller.begin(env, seed)
         self.budgets[env] = Budget(self.slots, self.hold)
 
     def act(self, observation, env):

@@ -87,11 +87,15 @@ def bucket(count):
 
 
 class Driver:
-    """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot."""
+    """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot.
 
-    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, autocast=contextlib.nullcontext):
+    `leave_below`: only ICVs with a mean speed of at least that many m/s in the next third of the road may be picked.
+    """
+
+    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, autocast=contextlib.nullcontext,
+                 leave_below=0.0):
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
-        self.shield, self.autocast = shield, autocast
+        self.shield, self.autocast, self.leave_below = shield, autocast, leave_below
         self.num_envs = num_envs
         self.forget()
 
@@ -108,6 +112,9 @@ class Driver:
         rows = torch.as_tensor(envs, device=self.device)
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
+        if self.leave_below:  # a jam that is there is not prevented any more
+            ahead = downstream_speeds(*(obs["nodes"][..., i] for i in (POSITION, POSITION, SPEED)), obs["mask"])
+            obs["icv"] = obs["icv"] & (ahead[..., -1] >= self.leave_below)
         with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]
