@@ -12,14 +12,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train_ddp
 import train_rl
-from configs import Config
+from configs import Config, load_config
+from env.workers import make_pool
 from models import objectives
-from models.losses import PPOLoss
+from models.losses import ConstrainedLoss, PPOLoss
+from models.policy import Driver
+from models.risk_gnn import ICV
 from runtime import checkpoint
 from runtime.distributed import Team
 from runtime.metrics import read_metrics
 from runtime.precision import HysteresisScaler, Precision
+from runtime.rollout import Collector
 from runtime.storage import Minibatches, Rollout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,6 +204,26 @@ def learn(folder, ranks):
 def learners(tmp_path_factory):
     """One learner with two workers, and two learners with one worker each."""
     return [learn(tmp_path_factory.mktemp(f"ranks{ranks}"), ranks) for ranks in (1, 2)]
+
+
+def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
+    """With evaluate.leave_below: candidates as in the rollout (the first ratio is 1), but the C_int of all ICVs."""
+    cfg = load_config("configs/smoke.yaml", ["env.icv_share=0.5", "phase3.sequence_length=5"])
+    cfg.env.horizon_s = cfg.env.warmup_s = 20.0
+    model = models["small"]
+    with make_pool(cfg, 0, 2, scenarios) as pool:
+        driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, leave_below=24.0)
+        collector = Collector(pool, driver, 7, 3, keep_sequences=5)
+        collector.begin(0)
+        rollout, facts = collector.collect(20)
+    team = Team(0, 1, 0, 1, torch.device("cpu"))
+    sequences, mine = train_ddp.make_sequences(cfg, team, rollout.dense(), 1.0)
+    share = float(sequences["icv"].sum() / sequences["nodes"][..., ICV].float().sum())
+    assert 0.1 < share < 0.9
+    batch = {name: x.float() if x.dtype == torch.float16 else x for name, x in sequences.items()}
+    _, log = ConstrainedLoss(model, cfg.phase2, cfg.phase3)(batch, [1.0, 1.0, 1.0])
+    assert abs(float(log["kl"])) < 1e-4 and log["clip_share"] == 0
+    assert mine["c_int"] == pytest.approx(np.mean([episode["c_int"] for episode in facts["episodes"]]), rel=0.05)
 
 
 def test_two_learners_see_the_same_traffic_and_command_the_same(learners):

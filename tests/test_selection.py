@@ -14,7 +14,7 @@ from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP
                                ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
-from models.risk_gnn import INPUTS
+from models.risk_gnn import INPUTS, POSITION, SPEED
 
 SMALL = PRESETS["small"]
 
@@ -306,6 +306,21 @@ def test_driver_remembers_each_environment_by_itself(models):
     assert (driver.state[1] == 0).all() and (driver.state[3] != 0).any()
     driver.forget()
     assert (driver.state == 0).all()
+
+
+def test_who_has_a_jam_ahead_cannot_be_picked(models):
+    """Against the mean of those ahead, one vehicle at a time; who has nobody ahead may be."""
+    driver, may = Driver(models["small"], 2, 40, leave_below=15.0), []
+    for seed in range(5):
+        obs = observation(seed)
+        seen = driver.perceive(obs, [0, 1])
+        for env in range(2):
+            place, speed = (obs["nodes"][env, :9, column] for column in (POSITION, SPEED))
+            front = [speed[(place > own) & (place <= own + DOWNSTREAM[-1])] for own in place]
+            free = [i for i in np.flatnonzero(obs["icv"][env]) if not len(front[i]) or front[i].mean() >= 15]
+            assert seen["slots"][env][seen["valid"][env]].tolist() == free
+            may.append(len(free) / obs["icv"][env].sum())
+    assert min(may) < 0.8 and max(may) > 0.5
 
 
 def test_decisions_are_taken_on_what_is_stored(models):
