@@ -224,8 +224,8 @@ def phase3(cfg, team, guard):
         boundary = True
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
-                driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, True, precision.autocast,
-                                cfg.evaluate.leave_below)
+                driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
+                                leave_below=cfg.evaluate.leave_below)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)
