@@ -7,8 +7,7 @@ import os
 import numpy as np
 
 from env.launch import SumoError, sumo_home
-from env.lanes import special_lanes
-from env.sumo import COUNTERS
+from env.sumo import COUNTERS, special_lanes
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
@@ -105,7 +104,7 @@ class LibSumo:
         return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
 
     def special_lanes(self):
-        """See env.lanes.special_lanes."""
+        """See env.sumo.Sumo.special_lanes."""
         return special_lanes(self.client)
 
     def lane_shapes(self):

@@ -17,21 +17,6 @@ def links_of(lane, links, known):
                                            if following in known and not WALKING.match(following)]
 
 
-def special_lanes(client):
-    """{name of a part of env.road.Road: ids of lanes}, from SUMO's client.
-
-    crossing: junction lanes that cross or meet others (all lanes in SUMO's sublane model, where drivers pass each other
-    on one lane, or where a lane change takes time on both lanes) or that a traffic light closes; closed: lanes that do
-    not allow passenger cars; oncoming: see `oncoming_lanes`.
-    """
-    lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
-    beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
-    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
-    return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
-            "oncoming": oncoming_lanes(option("net-file"))}
-
-
 def oncoming_lanes(network):
     """Ids of the lanes of a .net.xml on whose edges drivers of the other direction may overtake, and these on the
     other: TraCI does not tell."""

@@ -53,7 +53,7 @@ class Road:
     @classmethod
     def from_lanes(cls, lanes, reach=600.0, crossing=(), closed=(), oncoming=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream. `crossing`, `closed`, `oncoming`: ids (env.lanes.special_lanes)."""
+        searched at most `reach` m upstream. `crossing`, `closed`, `oncoming`: ids (env.sumo.special_lanes)."""
         index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
         edges = {}
         for lane, _, _ in lanes:

@@ -13,7 +13,7 @@ from traci.connection import Connection
 from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
-from env.lanes import special_lanes
+from env.lanes import oncoming_lanes
 from env.launch import SumoError, find_binary, launch
 from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
@@ -199,19 +199,29 @@ class Sumo:
 
     def road_lanes(self):
         """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road.from_lanes`."""
-        def read():
-            lane = self.client.lane
-            return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)])
-                    for i in lane.getIDList()]
-        return self._ask(read)
+        return self._ask(lambda: [
+            (i, self.client.lane.getLength(i), [(link[0], link[4]) for link in self.client.lane.getLinks(i)])
+            for i in self.client.lane.getIDList()])
 
     def special_lanes(self):
-        """See env.lanes.special_lanes."""
+        """See the function below."""
         return self._ask(lambda: special_lanes(self.client))
 
     def lane_shapes(self):
         """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
+
+
+def special_lanes(client):
+    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a traffic light
+    closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that take
+    time). closed: not for passenger cars. oncoming: see env.lanes.oncoming_lanes."""
+    lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
+    beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
+    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
+    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
+    return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
+            "oncoming": oncoming_lanes(option("net-file"))}
 
 
 def episode_arguments(scenario, seed, env_cfg):
