@@ -213,9 +213,9 @@ class Sumo:
 
 
 def special_lanes(client):
-    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light closes;
-    all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that take
-    time). closed: not for passenger cars. oncoming: see env.lanes.oncoming_lanes."""
+    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
+    closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
+    take time). closed: not for passenger cars. oncoming: see env.lanes.oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
