@@ -12,6 +12,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -229,6 +230,7 @@ def _write_metadata(cfg, folder, plan):
 
 def _start_worker(parent):
     os.setpgid(0, 0)  # signals may come to the whole group: the parent decides, and must be able to end this one
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also where the parent ignores it
     die_with_parent(parent)
 
 

@@ -102,8 +102,17 @@ def test_collection_survives_kills(recorded, tmp_path, files):
     assert hashes(folder / "raw") == hashes(recorded / "raw")
 
 
-def test_killed_process_ends_the_collection(tmp_path, monkeypatch):
-    """The others ignored SIGTERM, with which the pool ends them, and it waited for ever."""
+@pytest.fixture(params=[signal.SIG_DFL, signal.SIG_IGN])
+def on_sigterm(request):
+    """What this process, and so its children, does at SIGTERM."""
+    before = signal.signal(signal.SIGTERM, request.param)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_killed_process_ends_the_collection(tmp_path, on_sigterm):
+    """The others ignored SIGTERM, with which the pool ends them, and it waited for ever; later only where the parent
+    ignored it too."""
     cfg, seen = config(tmp_path / "set"), []
 
     def kill_one():
