@@ -110,6 +110,11 @@ def on_sigterm(request):
     signal.signal(signal.SIGTERM, before)
 
 
+def ignores_sigterm(process):
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.split("SigIgn:")[1].split()[0], 16) >> signal.SIGTERM - 1 & 1
+
+
 def test_killed_process_ends_the_collection(tmp_path, on_sigterm):
     """The others ignored SIGTERM, with which the pool ends them, and it waited for ever; later only where the parent
     ignored it too."""
@@ -118,6 +123,10 @@ def test_killed_process_ends_the_collection(tmp_path, on_sigterm):
     def kill_one():
         if not seen:
             seen.append(multiprocessing.active_children())
+            end = time.monotonic() + 20
+            while any(map(ignores_sigterm, seen[0])) and time.monotonic() < end:  # one may be starting still
+                time.sleep(0.05)
+            assert not any(map(ignores_sigterm, seen[0]))
             os.kill(seen[0][0].pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="was killed"):
         collect(cfg, silent, kill_one)
