@@ -1,7 +1,6 @@
 """What follows from a network's lanes and links alone: ways out and upstream, joining traffic, lanes side by side."""
 import gzip
 import heapq
-import io
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -22,7 +21,7 @@ def oncoming_lanes(network):
     other: TraCI does not tell."""
     data = Path(network).read_bytes()
     data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    edges = ElementTree.parse(io.BytesIO(data)).iter("edge") if b"<neigh " in data else ()
+    edges = ElementTree.fromstring(data).iter("edge") if b"<neigh " in data else ()
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 

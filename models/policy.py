@@ -113,8 +113,9 @@ class Driver:
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
         if self.leave_below:  # a jam that is there is not prevented any more
-            ahead = downstream_speeds(*(obs["nodes"][..., i] for i in (POSITION, POSITION, SPEED)), obs["mask"])
-            obs["icv"] = obs["icv"] & (ahead[..., -1] >= self.leave_below)
+            place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
+            ahead = downstream_speeds(place, place, speed, obs["mask"])[..., -1]
+            obs["icv"] = obs["icv"] & (ahead >= self.leave_below)
         with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]

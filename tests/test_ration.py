@@ -1,5 +1,4 @@
 """A cap on C_int: what is not sent, what is told once, and that it holds on real traffic."""
-
 import numpy as np
 import pytest
 

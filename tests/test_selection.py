@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from scenes import build, close, noise, scene
 
+from configs import load_config
+from controllers import make_controller
 from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
                                ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
@@ -321,6 +323,11 @@ def test_who_has_a_jam_ahead_cannot_be_picked(models):
             assert seen["slots"][env][seen["valid"][env]].tolist() == free
             may.append(len(free) / obs["icv"][env].sum())
     assert min(may) < 0.8 and max(may) > 0.5
+
+
+def test_policy_is_scored_with_the_limit_of_its_configuration():
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7"])
+    assert make_controller(cfg, "policy", {"policy": build("small")}, 1).driver.leave_below == 7
 
 
 def test_decisions_are_taken_on_what_is_stored(models):
