@@ -27,12 +27,12 @@ def random_sequences(cfg, model, vehicles, device):
     size, width = (p.batch_size, p.sequence_length), model.risk_gnn.norm.normalized_shape[0]
     rand = lambda *shape: torch.rand(*size, *shape, device=device)  # noqa: E731
     icv = (torch.arange(vehicles, device=device) < vehicles // 4).expand(*size, vehicles)
-    step = {name: rand() for name in ("advantage", "return", "cost_return")}
+    step = {name: rand() for name in ("advantage", "return", "cost_return", "price")}
     return {**step, "embedding": rand(vehicles, width), "nodes": rand(vehicles, 9), "surround": rand(vehicles, 14),
             "globals": rand(16), "mask": rand(vehicles) < 2, "icv": icv, "fresh": rand(vehicles) < 0.01,
             "speed": 30 * rand(vehicles), "picks": torch.arange(k, device=device).expand(*size, k),
             "pick_valid": rand(k) < 2, "u": rand(k), "lane": (3 * rand(k)).long(), "release": rand(k) < 0.5,
-            "log_prob": -rand(k), "states": rand(vehicles, h, 2), "target_valid": rand(vehicles, h) < 0.9,
+            "pace": rand(k) < 0.5, "log_prob": -rand(k), "states": rand(vehicles, h, 2), "target_valid": rand(vehicles, h) < 0.9,
             "conflicts": (rand(vehicles, h) < 0.02).float(),
             "before": model.world_model.initial_state(p.batch_size, vehicles, device=device)}
 

@@ -6,7 +6,7 @@ import os
 
 import numpy as np
 
-from env.launch import SumoError, sumo_home
+from env.launch import SumoError, explained, sumo_home
 from env.sumo import COUNTERS, special_lanes
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
@@ -120,6 +120,7 @@ def _library():
     os.environ["SUMO_HOME"] = str(sumo_home())
     try:
         import libsumo
-    except ImportError:
-        raise SumoError("env.backend=libsumo needs the package libsumo: pip install 'libsumo==1.28.*'") from None
+    except ImportError as error:
+        raise SumoError(f"env.backend=libsumo needs the package libsumo, pip install 'libsumo==1.28.*': "
+                        f"{explained(str(error))}") from None
     return libsumo

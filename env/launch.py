@@ -13,6 +13,7 @@ PR_SET_PDEATHSIG = 1
 WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
 PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
 OLDEST, REMEDY = (1, 28), "install it with `pip install eclipse-sumo==1.28.*`"
+SYSTEM = "libgl1 libxrender1 libxext6 libatomic1 libexpat1"  # not in the wheel; desktops and WSL2 have them
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -46,6 +47,12 @@ def find_binary(name):
     if not path.is_file():
         raise SumoError(f"SUMO not found: {path} does not exist; reinstall eclipse-sumo")
     return str(path)
+
+
+def explained(words):
+    """SUMO's own words, and what to do where a library of the system is missing (a slim container, a bare server)."""
+    missing = "cannot open shared object file" in words
+    return words + (f"\nSUMO needs libraries of the system; Debian, Ubuntu: apt-get install {SYSTEM}" if missing else "")
 
 
 def sumo_environment():

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from env.launch import SumoError, find_binary, sumo_environment
+from env.launch import SumoError, explained, find_binary, sumo_environment
 from env.networks import NETWORKS
 
 
@@ -75,7 +75,7 @@ def _netconvert(work, name):
     done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment())
     if done.returncode:
         raise SumoError(f"netconvert refused the network of scenario {name!r}; change `{name}:` in the configuration. "
-                        f"It said:\n{done.stderr.strip()}")
+                        f"It said:\n{explained(done.stderr.strip())}")
     (work / f"{name}.sumocfg").write_text(_xml("configuration", [
         f'<input><net-file value="{name}.net.xml"/><route-files value="routes.xml"/></input>']))
 

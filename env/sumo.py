@@ -14,7 +14,7 @@ from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
 from env.lanes import oncoming_lanes
-from env.launch import SumoError, find_binary, launch
+from env.launch import SumoError, explained, find_binary, launch
 from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
 
@@ -110,7 +110,7 @@ class Sumo:
             except Exception:  # still running: frozen or only disconnected
                 pass
             self.stderr.seek(0)
-            words = self.stderr.read()[-4000:].decode(errors="replace").strip()
+            words = explained(self.stderr.read()[-4000:].decode(errors="replace").strip())
         self.close()
         return kind(f"{what}\nSUMO said: {words or '(nothing)'}")
 

@@ -2,6 +2,7 @@
 import importlib.metadata
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from configs import Config, ConfigError, load_config
 from data.collect import collect
 from data.layout import DataError, write_atomically
 from data.preprocess import preprocess
-from env import launch
+from env import launch, sumo
 from runtime import checkpoint
 from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler
@@ -172,6 +173,14 @@ def test_sumo_of_an_older_release_is_refused(monkeypatch):
     with pytest.raises(launch.SumoError, match="SUMO 1.20.0 in .* is too old, 1.28"):
         launch.find_binary("sumo")
     launch.check_release.cache_clear()
+
+
+def test_libraries_that_the_system_lacks_are_named_with_their_packages(tmp_path, monkeypatch):
+    """On a bare server SUMO's wheel needs more than Python; the loader's words alone did not say what to install."""
+    alone = shutil.copy(launch.find_binary("sumo"), tmp_path)  # without the libraries beside it
+    monkeypatch.setattr(sumo, "find_binary", lambda name: alone)
+    with pytest.raises(launch.SumoError, match=r"libxerces[^:]*: cannot open shared object file.*\n.*apt-get install"):
+        sumo.Sumo(["-c", "any.sumocfg"])
 
 
 @pytest.mark.parametrize("key, value", [("optimizer", None), ("counters", []), ("ranks", [{}, {}]), ("scaler", 5)])
