@@ -32,8 +32,8 @@ def random_sequences(cfg, model, vehicles, device):
             "globals": rand(16), "mask": rand(vehicles) < 2, "icv": icv, "fresh": rand(vehicles) < 0.01,
             "speed": 30 * rand(vehicles), "picks": torch.arange(k, device=device).expand(*size, k),
             "pick_valid": rand(k) < 2, "u": rand(k), "lane": (3 * rand(k)).long(), "release": rand(k) < 0.5,
-            "pace": rand(k) < 0.5, "log_prob": -rand(k), "states": rand(vehicles, h, 2), "target_valid": rand(vehicles, h) < 0.9,
-            "conflicts": (rand(vehicles, h) < 0.02).float(),
+            "pace": rand(k) < 0.5, "log_prob": -rand(k), "states": rand(vehicles, h, 2),
+            "target_valid": rand(vehicles, h) < 0.9, "conflicts": (rand(vehicles, h) < 0.02).float(),
             "before": model.world_model.initial_state(p.batch_size, vehicles, device=device)}
 
 
