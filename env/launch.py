@@ -51,8 +51,9 @@ def find_binary(name):
 
 def explained(words):
     """SUMO's own words, and what to do where a library of the system is missing (a slim container, a bare server)."""
-    missing = "cannot open shared object file" in words
-    return words + (f"\nSUMO needs libraries of the system; Debian, Ubuntu: apt-get install {SYSTEM}" if missing else "")
+    if "cannot open shared object file" not in words:
+        return words
+    return f"{words}\nSUMO needs libraries of the system; Debian, Ubuntu: apt-get install {SYSTEM}"
 
 
 def sumo_environment():
