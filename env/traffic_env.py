@@ -132,7 +132,8 @@ class TrafficEnv(gymnasium.Env):
 
     def _commands(self, slots, accels, lanes, brakes):
         """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and
-        where drivers overtake among the oncoming traffic: they count on the others' going on as they are."""
+        where drivers overtake among the oncoming traffic: they count on the others' going on as they are. So are lane
+        changes where SUMO's safe-speed check stays on: who brakes for a junction right after one may be hit."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
@@ -151,7 +152,7 @@ class TrafficEnv(gymnasium.Env):
                 effort += abs(accel)
             on = self.lane_at[slot]
             target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP and self.road.has_lane(on, target):
+            if lane != KEEP and not self.checked[slot] and self.road.has_lane(on, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too

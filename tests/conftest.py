@@ -19,6 +19,8 @@ from env import launch
 from env.scenarios import build_scenario
 from env.traffic_env import TrafficEnv
 
+torch.set_num_threads(1)  # tests run side by side: with a thread per core each, many cores get in each other's way
+
 
 @pytest.fixture(scope="session")
 def scenarios(tmp_path_factory):
