@@ -226,6 +226,22 @@ def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
     assert abs(float(log["kl"])) < 1e-4 and log["clip_share"] == 0
 
 
+def test_phase3_trains_with_the_limit_that_is_scored(tmp_path, monkeypatch):
+    made = []
+
+    class Noted(Driver):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(train_ddp, "Driver", Noted)
+    monkeypatch.setattr(train_ddp.Collector, "begin", lambda self, epoch: 1 / 0)  # that is far enough
+    with pytest.raises(ZeroDivisionError):
+        train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7"]),
+                         Team(0, 1, 0, 1, torch.device("cpu")), None)
+    assert [driver.leave_below for driver in made] == [7]
+
+
 def test_two_learners_see_the_same_traffic_and_command_the_same(learners):
     """Seeds and sampled actions belong to the environment's number among all. Each rank once drew from a stream of its
     own, and every learner's permutation was its own."""
