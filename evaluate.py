@@ -264,7 +264,7 @@ def main():
             known = [row for row in mine if row["controller"] == "none"]
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         log += [(line[0] + name, *line[1:]) for line in lines]
-    scenario = ", ".join(dict.fromkeys(cfg.env.scenario for cfg in configs.values()))
+    scenario = scenarios_of(configs.values())
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
@@ -274,6 +274,11 @@ def main():
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
+
+
+def scenarios_of(configs):
+    """Names of the scenarios of all variants of the configurations, each once."""
+    return ", ".join(dict.fromkeys(variant.env.scenario for cfg in configs for variant in cfg.variants()))
 
 
 def to_record(summary):

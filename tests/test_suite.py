@@ -110,8 +110,9 @@ def test_scores_of_a_suite(tmp_path, scenarios):
     said, known = [], [row for row in rows if row["controller"] == "none"]
     again, _ = evaluate.evaluate_suite(cfg, ["random"], [7], {}, scenarios, lambda *text: said.append(text), known)
     assert again == rows and len(said) == 2  # only "random" was simulated again
-    evaluate.write(tmp_path / "r.json", "corridor", [7], rows, log)
+    evaluate.write(tmp_path / "r.json", evaluate.scenarios_of([cfg]), [7], rows, log)
     result = json.loads((tmp_path / "r.json").read_text())
+    assert result["scenario"] == "corridor, ring"  # only that of the first variant was named
     assert set(result) == {"scenario", "sumo_version", "seeds", "episodes", "summary", "variants"}
     means = [result["variants"][text]["random"]["ocr"]["mean"] for text in cfg.env.suite]
     assert result["summary"]["random"]["ocr"]["mean"] == pytest.approx(np.mean(means))
