@@ -39,3 +39,8 @@ class Slots:
         """Whether vehicle `name` (bytes) is connected: a seeded draw at departure, whatever its type."""
         digest = hashlib.blake2b(b"%d:%b" % (self.seed, name), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.icv_share * 2 ** 64
+
+
+def keep(rows, ids, routes, *arrays):
+    """The given rows of two lists and of arrays."""
+    return [ids[i] for i in rows], [routes[i] for i in rows], *(array[rows] for array in arrays)

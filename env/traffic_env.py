@@ -11,10 +11,10 @@ from env.road import Road, Traffic
 from env.routes import Routes
 from env.scenarios import build_scenario
 from env.score import EpisodeTotals
-from env.slots import Slots
+from env.slots import Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
                         empty_observation, observation_space, speed_change, write_observation)
-from env.tails import near_crossing
+from env.tails import may_move, near_crossing
 
 
 class TrafficEnv(gymnasium.Env):
@@ -51,6 +51,7 @@ class TrafficEnv(gymnasium.Env):
         self.routes = Routes(self.road, n, self.env_cfg.step_length if users else None)
         self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
+        self.way, self.route_at = np.zeros(n), np.zeros(n, int)  # to the lane's end; place in routes.flat
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -132,8 +133,7 @@ class TrafficEnv(gymnasium.Env):
 
     def _commands(self, slots, accels, lanes, brakes):
         """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and
-        where drivers overtake among the oncoming traffic: they count on the others' going on as they are. So are lane
-        changes where SUMO's safe-speed check stays on: who brakes for a junction right after one may be hit."""
+        where drivers overtake among the oncoming traffic: they count on the others' going on as they are."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
@@ -150,9 +150,8 @@ class TrafficEnv(gymnasium.Env):
                 commands.append(sumo.Accelerate(name, *speed_change(accel, self.speed[slot], self.allowed[slot],
                                                                     e.control_interval, e.step_length)))
                 effort += abs(accel)
-            on = self.lane_at[slot]
-            target = int(self.road.lane_number[on]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP and not self.checked[slot] and self.road.has_lane(on, target):
+            target = int(self.road.lane_number[self.lane_at[slot]]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
+            if lane != KEEP and self._may_move(slot, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
@@ -160,6 +159,14 @@ class TrafficEnv(gymnasium.Env):
         self.driven = driven
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.slots.icv.sum()), 1)
+
+    def _may_move(self, slot, number):
+        """Where SUMO's safe-speed check stays on nobody: who brakes for a junction right after it may be hit."""
+        on = self.lane_at[slot]
+        if not self.cfg.shield.enabled:
+            return self.road.has_lane(on, number)
+        return not self.checked[slot] and may_move(self.road, on, number, self.routes.flat[self.route_at[slot] + 1],
+                                                   self.way[slot], self.speed[slot], self.env_cfg.lane_change_hold_s)
 
     def _observe(self, out=None, first=False):
         """Read SUMO, update slots, build the observation and the totals."""
@@ -170,12 +177,12 @@ class TrafficEnv(gymnasium.Env):
             events = {**events, "departed": [], "arrived": []}
         present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
-            ids, routes, records, lane = _keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
+            ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
         slots, fresh = self.slots.assign(ids)
         self.driven = {name: mode for name, mode in self.driven.items() if name in present}
         if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted
-            ids, routes, records, lane, slots, fresh = _keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
-                                                             slots, fresh)
+            ids, routes, records, lane, slots, fresh = keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
+                                                            slots, fresh)
         self.routes.follow(self.simulator, ids, routes, slots, fresh & self.slots.icv[slots])
         self.ids, self.lane = ids, lane
         self._build(records, slots, fresh, events, overflow, out)
@@ -189,7 +196,7 @@ class TrafficEnv(gymnasium.Env):
         scene, odometer = self.scene, self.scene["odometer"]
         moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
         self.odometer[slots], self.allowed[slots] = odometer, records["allowed"]
-        self.speed[slots], self.lane_at[slots] = scene["speed"], self.lane
+        self.speed[slots], self.lane_at[slots], self.way[slots] = scene["speed"], self.lane, scene["lane_end"]
         if self.cfg.shield.enabled:  # it knows neither who comes from the side nor who has no slot: SUMO's check stays
             self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
@@ -214,17 +221,13 @@ class TrafficEnv(gymnasium.Env):
         scene["lane"], scene["icv"] = road.driving_number[lane], self.slots.icv[slots]
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
         scene["progress"] = scene["odometer"] / self.routes.metres[slots]
+        self.route_at[slots] = self.routes.start[slots] + records["route_index"]
         return graph.surround_features(
-            Traffic(road, lane, pos, scene["speed"], scene["length"], self.routes.start[slots] + records["route_index"],
-                    self.routes.flat, self.cfg.graph.lookahead_m, self.came[slots]), scene)
+            Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,
+                    self.cfg.graph.lookahead_m, self.came[slots]), scene)
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}
-
-
-def _keep(rows, ids, routes, *arrays):
-    """The given rows of two lists and of arrays."""
-    return [ids[i] for i in rows], [routes[i] for i in rows], *(array[rows] for array in arrays)
 
 
 def make_env(cfg=None, folder=None):

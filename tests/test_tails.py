@@ -2,8 +2,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.shield import wander
 from env.lanes import links_of
 from env.road import FREE_SPEED, Road
+from env.tails import may_move
 from test_road import Scene
 
 FORK = [(":J_0_0", 5, [("b_0", "")]), (":J_0_1", 5, [("b_1", "")]),
@@ -46,6 +48,26 @@ def test_who_stands_is_not_hidden_by_who_drives_past(speed, leader):
     scene = Scene([("a_0", 97, 2, 5, 0, 0), (":J_0_0", 4, 0, 3, 0, 0), (":J_2_0", 5.9, speed, 5, 2, 0)],
                   came=["", "", ""])
     assert scene.traffic.ahead(scene.lane)[0][0] == leader
+
+
+@pytest.mark.parametrize("number, way, may", [(0, 70, False), (0, 90, True), (1, 5, True), (2, 90, False)])
+def test_no_order_to_a_lane_that_ends_before_one_could_stop(number, way, may):
+    """At 10 m/s an order of 4.5 s lasts 45 m, and to stop takes 36 m more. Lane 1 leads on to the route's next edge."""
+    road = Road.from_lanes([("a_0", 100, []), ("a_1", 100, [("b_0", "")]), ("b_0", 50, [])])
+    a, b = road.lane_index["a_1"], road.edge_index["b"]
+    assert may_move(road, a, number, b, way, 10.0, 4.5) == may
+    assert may_move(road, a, number, -1, way, 10.0, 4.5) == (number < 2)  # the route ends on this edge
+
+
+def test_orders_at_the_end_of_the_acceleration_lane_are_ignored(make):
+    """A vehicle told to move there half a metre before its end stood still at once, in front of another: SUMO counted a
+    collision in one of 24 episodes of the adversary "wander"."""
+    env = make(icv_share=0.25, max_vehicles=320, horizon_s=110.0, max_commands=320)
+    observation, rng = env.reset(seed=4)[0], np.random.default_rng(4)
+    done = False
+    while not done:
+        observation, _, terminated, done, _ = env.command(*wander(observation, 320, rng))
+    assert env.totals.collisions == 0
 
 
 @pytest.mark.parametrize("route", [0, 1])
