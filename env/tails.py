@@ -75,16 +75,6 @@ def near_crossing(road, lane, scene):
     return road.crosses[lane] | (scene["lane_end"] + road.to_crossing[lane] < stopping_way(scene["speed"]))
 
 
-def may_move(road, lane, number, following, way, speed, hold_s):
-    """Whether who drives on `lane` at `speed` m/s, `way` m before its end, may be told to move to lane `number` of the
-    edge: its route goes on from there to the edge `following` (-1 = it ends here), or it could still stop when the
-    order ends, in `hold_s`. (SUMO's driver notices the end of a lane when it is there, and stands still at once.)"""
-    if not road.has_lane(lane, number):
-        return False
-    leads_to = road.link_edge[road.edge_lanes[road.lane_edge[lane], number]]
-    return following < 0 or following in leads_to or way > hold_s * speed + stopping_way(speed)
-
-
 def stopping_way(speed):
     """What it takes to stop from `speed` m/s without hurry, m."""
     return speed ** 2 / (2 * COMFORT_DECEL) + 2 * speed + 5

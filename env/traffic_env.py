@@ -7,6 +7,7 @@ import numpy as np
 
 from env import graph, sumo
 from env.launch import SumoError
+from env.orders import Orders
 from env.road import Road, Traffic
 from env.routes import Routes
 from env.scenarios import build_scenario
@@ -14,7 +15,7 @@ from env.score import EpisodeTotals
 from env.slots import Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
                         empty_observation, observation_space, speed_change, write_observation)
-from env.tails import may_move, near_crossing
+from env.tails import near_crossing
 
 
 class TrafficEnv(gymnasium.Env):
@@ -49,9 +50,9 @@ class TrafficEnv(gymnasium.Env):
         self.slots = Slots(n, self.seed, self.env_cfg.icv_share)
         users = self.env_cfg.scenario.endswith(".sumocfg")  # built-in vehicles neither stop nor act seldom
         self.routes = Routes(self.road, n, self.env_cfg.step_length if users else None)
-        self.speed, self.odometer, self.allowed = np.zeros(n), np.zeros(n), np.zeros(n)
+        self.speed, self.odometer, self.allowed, self.way = np.zeros((4, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
-        self.way, self.route_at = np.zeros(n), np.zeros(n, int)  # to the lane's end; place in routes.flat
+        self.route_at, self.orders = np.zeros(n, int), Orders(self.road, n, self.env_cfg.lane_change_hold_s)
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -162,11 +163,10 @@ class TrafficEnv(gymnasium.Env):
 
     def _may_move(self, slot, number):
         """Where SUMO's safe-speed check stays on nobody: who brakes for a junction right after it may be hit."""
-        on = self.lane_at[slot]
         if not self.cfg.shield.enabled:
-            return self.road.has_lane(on, number)
-        return not self.checked[slot] and may_move(self.road, on, number, self.routes.flat[self.route_at[slot] + 1],
-                                                   self.way[slot], self.speed[slot], self.env_cfg.lane_change_hold_s)
+            return self.road.has_lane(self.lane_at[slot], number)
+        return not self.checked[slot] and self.orders.give(
+            slot, number, self.routes.flat[self.route_at[slot] + 1], self.lane_at, self.way, self.speed, self.time)
 
     def _observe(self, out=None, first=False):
         """Read SUMO, update slots, build the observation and the totals."""
