@@ -19,14 +19,15 @@ class Orders:
         road, on = self.road, lane[slot]
         if not road.has_lane(on, number):
             return False
-        target = road.edge_lanes[road.lane_edge[on], number]
+        edge = road.lane_edge[on]
+        target = road.edge_lanes[edge, number]
         # SUMO's driver notices the end of a lane when it is there, and stands still at once.
         ends = following >= 0 and following not in road.link_edge[target]
         if ends and way[slot] < self.hold_s * speed[slot] + stopping_way(speed[slot]):
             return False
         # Nobody sees who comes from the lane beyond. From the own lane, one follows the other.
-        if ((self.target == target) & (self.until > now) & (lane != on) & (lane != target)
-                & (np.abs(way - way[slot]) < ABREAST_M)).any():
+        beyond = (road.lane_edge[lane] == edge) & (lane != on) & (lane != target)
+        if (beyond & (self.target == target) & (self.until > now) & (np.abs(way - way[slot]) < ABREAST_M)).any():
             return False
         self.target[slot], self.until[slot] = target, now + self.hold_s
         return True

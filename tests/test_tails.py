@@ -63,7 +63,7 @@ def test_no_order_to_a_lane_that_ends_before_one_could_stop(number, way, may):
 def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
     """Both came there at once, one behind the other, and the one behind had been told to accelerate: SUMO counted a
     collision in 230,000 vehicle-steps of the adversary "erratic"."""
-    road = Road.from_lanes([(f"a_{i}", 100, []) for i in range(3)])
+    road = Road.from_lanes([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
     lane, way, speed = np.array([0, 2, 2, 0]), np.array([50.0, 40.0, 20.0, 45.0]), np.zeros(4)
 
     def give(slot, now):
@@ -72,8 +72,10 @@ def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
     assert give(0, 0.0) and not give(1, 1.0) and give(2, 1.0)  # the third is far away
     assert give(3, 1.0)  # follows the first
     assert give(1, 6.0)  # both orders have ended
+    lane[1] = 3  # it has driven on
+    assert give(0, 7.0)
     lane[1] = 1
-    assert give(0, 7.0)  # the other is there, where everybody sees it
+    assert give(0, 8.0)  # the other is there, where everybody sees it
 
 
 def test_orders_at_the_end_of_the_acceleration_lane_are_ignored(make):
