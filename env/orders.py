@@ -14,11 +14,9 @@ class Orders:
         self.target, self.until = np.full(slots, -1), np.zeros(slots)
 
     def give(self, slot, number, following, lane, way, speed, now):
-        """Whether the vehicle in `slot` may be told, at `now` s, to change to lane `number` of its edge, which is then
-        noted. `following`: the next edge of its route, -1 = none. By slot: `lane`, `way` m to its end, `speed` m/s."""
+        """Whether the vehicle in `slot` may be told, at `now` s, to change to lane `number` of its edge; it is noted.
+        `following`: the next edge of its route, -1 = none. By slot: `lane`, `way` m to its end, `speed` m/s."""
         road, on = self.road, lane[slot]
-        if not road.has_lane(on, number):
-            return False
         edge = road.lane_edge[on]
         target = road.edge_lanes[edge, number]
         # SUMO's driver notices the end of a lane when it is there, and stands still at once.

@@ -152,7 +152,7 @@ class TrafficEnv(gymnasium.Env):
                                                                     e.control_interval, e.step_length)))
                 effort += abs(accel)
             target = int(self.road.lane_number[self.lane_at[slot]]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP and self._may_move(slot, target):
+            if lane != KEEP and self.road.has_lane(self.lane_at[slot], target) and self._may_move(slot, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
@@ -162,10 +162,8 @@ class TrafficEnv(gymnasium.Env):
         return commands, effort / max(int(self.slots.icv.sum()), 1)
 
     def _may_move(self, slot, number):
-        """Where SUMO's safe-speed check stays on nobody: who brakes for a junction right after it may be hit."""
-        if not self.cfg.shield.enabled:
-            return self.road.has_lane(self.lane_at[slot], number)
-        return not self.checked[slot] and self.orders.give(
+        """With the shield: as Orders has it, and not where SUMO's check stays on: who then has to brake may be hit."""
+        return not self.cfg.shield.enabled or not self.checked[slot] and self.orders.give(
             slot, number, self.routes.flat[self.route_at[slot] + 1], self.lane_at, self.way, self.speed, self.time)
 
     def _observe(self, out=None, first=False):
