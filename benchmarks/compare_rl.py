@@ -194,13 +194,14 @@ def verdicts(runs):
 
 def memory_row(options):
     """Peak PSS of the default configuration's phase 2, on the CPU unless the command line says otherwise."""
+    changes = [*MEMORY, *options.overrides]
+    cfg = load_config(options.config_file, changes)
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        facts = run("ours", options, [*MEMORY, *options.overrides], folder, {})
+        facts = run("ours", options, changes, folder, {})
     peak, by_size = facts["peak_mb"], sorted(facts["at_peak"].items(), key=lambda item: -item[1])
-    cfg = load_config(options.config_file, [*MEMORY, *options.overrides])
     print(f"\nours, full size, {cfg.rollout.num_workers} workers x {cfg.rollout.num_envs_per_worker} environments, "
-          f"{cfg.run.device}: {peak:.0f} MB  target below "
-          f"{TARGETS['memory_mb']:.0f}  {'reached' if peak < TARGETS['memory_mb'] else 'MISSED'}  "
+          f"{cfg.run.device}: {peak:.0f} MB  target below {TARGETS['memory_mb']:.0f}  "
+          f"{'reached' if peak < TARGETS['memory_mb'] else 'MISSED'}  "
           f"({', '.join(f'{name} {mb:.0f}' for name, mb in by_size)})")
     return facts
 
