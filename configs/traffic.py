@@ -103,6 +103,11 @@ class AdviceConfig:
     meter_above: float = opt(8.9, "only of those that are faster, m/s", low=0)
     meter_ahead: float = opt(0.14, "ramp metering looks so far ahead, share of the network's length", low=0, high=1)
     meter_below: float = opt(11.5, "only where the mean speed behind the merge is lower, m/s", low=0)
+    cruise: float = opt(0.0, "with picks that are left, ICVs keep to this speed, m/s, 0 = no such advice", low=0)
+    cruise_margin: float = opt(2.6, "those at most so much slower, m/s", low=0)
+    cruise_gain: float = opt(0.3, "m/s^2 per m/s of difference to that speed", low=0)
+    cruise_brake: float = opt(0.75, "strongest braking to it, m/s^2", low=0, high=3)
+    cruise_accel: float = opt(0.3, "strongest acceleration to it, m/s^2", low=0, high=2)
 
 
 @dataclass
@@ -142,6 +147,8 @@ class BaselinesConfig:
                                      below=20.1, brake=1.76)
     tuned: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7, below=20.1,
                               brake=1.76, meter_brake=0.31)
+    harmonise: AdviceConfig = sub(AdviceConfig, reach_m=136.0, ahead=0.33, gain=0.85, offset=-3.7, margin=1.0, below=19.8,
+                                  above=17.0, brake=2.7, cruise=25.0)
     follower_stopper: FollowerStopperConfig = sub(FollowerStopperConfig)
     idm: IDMConfig = sub(IDMConfig)
     pi_saturation: PISaturationConfig = sub(PISaturationConfig)

@@ -35,7 +35,8 @@ def random(observation, k, rng):
 
 
 def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, above, brake, accel,
-           meter_brake, meter_above, meter_ahead, meter_below):
+           meter_brake, meter_above, meter_ahead, meter_below, cruise, cruise_margin, cruise_gain, cruise_brake,
+           cruise_accel):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
@@ -44,7 +45,9 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
-    Lane moves go first, the nearest merge first; then the strongest braking.
+    Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s keeps to
+    that speed with cruise_gain * (cruise - v), cut to [-cruise_brake, cruise_accel]; who follows keeps to it too.
+    Lane moves go first, the nearest merge first; then the strongest braking; then, with `cruise`, the longest gap ahead.
     """
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
@@ -59,8 +62,10 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
         mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)
     wanted = np.fmin(np.where(slows & ~moves, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
                      np.where(meters, -meter_brake, np.nan))
-    chosen = np.flatnonzero(moves | slows | meters)
-    urgency = np.where(moves, distance - 1e6, wanted)[chosen]
+    steady = icv & ~(moves | slows | meters) & (cruise > 0) & (v > cruise - cruise_margin)
+    wanted[steady] = np.clip(cruise_gain * (cruise - v), -cruise_brake, cruise_accel)[steady]
+    chosen = np.flatnonzero(moves | slows | meters | steady)
+    urgency = np.select([moves, steady], [distance - 1e6, 1e6 - near[:, LEAD_GAP].astype(float)], wanted)[chosen]
     chosen = chosen[np.argsort(urgency, kind="stable")][:k]
     return commands(observation, k, chosen, wanted[chosen], np.where(moves[chosen], LEFT, KEEP))
 
@@ -133,7 +138,7 @@ class PISaturation:
 
 
 BASELINES = {"none": none, "random": random, "lane_advice": advice, "speed_advice": advice, "tuned": advice,
-             "follower_stopper": follower_stopper, "idm": idm, "pi_saturation": PISaturation}
+             "harmonise": advice, "follower_stopper": follower_stopper, "idm": idm, "pi_saturation": PISaturation}
 
 
 def make_baseline(name, cfg):

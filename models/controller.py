@@ -17,7 +17,7 @@ OWN_FEATURES = len(DOWNSTREAM) + NODE_FEATURES + SURROUND_FEATURES
 HAS_LEFT, HAS_RIGHT = 10, 11              # columns of a vehicle's surroundings
 SURROUND_MEAN = [60, 20, 60, 20, 60, 20, 60, 20, 60, 20, 0, 0, 250, 5]
 SURROUND_STD = [60, 10, 60, 10, 60, 10, 60, 10, 60, 10, 1, 1, 200, 5]
-SIDE_GAPS, ROOM = slice(2, 10, 2), (5.0 - SURROUND_MEAN[2]) / SURROUND_STD[2]  # (front, rear) left, right; 5 m of each
+SIDE_GAPS = slice(2, 10, 2)               # (front, rear) left, right
 GLOBAL_MEAN = [4.5, 3, 18, 6, 5, 0.4, 0.6, 5, 40, 0.2, 0.2, 20, 1, 1, 1, 0.5]
 GLOBAL_STD = [1, 1, 8, 4, 6, 0.2, 0.4, 5, 30, 0.2, 0.2, 20, 1.5, 1, 1, 0.4]
 
@@ -61,10 +61,11 @@ class ScaledValue(nn.Module):
 
 
 class Controller(nn.Module):
-    """Heads on frozen features of the candidates [B, C, F] and of the scene [B, S]."""
+    """Heads on frozen features of the candidates [B, C, F] and of the scene [B, S]. `room_m`: see lane_choices."""
 
-    def __init__(self, sizes, max_commands):
+    def __init__(self, sizes, max_commands, room_m=0.0):
         super().__init__()
+        self.room = (room_m - SURROUND_MEAN[2]) / SURROUND_STD[2] if room_m else -math.inf
         self.k, own = max_commands, OWN_FEATURES
         d, z = sizes.gnn_width, sizes.latent
         self.d, self.features, self.scene_features = d, d + 2 * z + own, 2 * d + 2 * z + GLOBAL_FEATURES
@@ -116,6 +117,14 @@ class Controller(nn.Module):
         keep_bias = out.new_tensor([0.0, 2.0, 0.0])                       # lane changes start rare
         return mean, (out[..., 1:4] * 10 + keep_bias).masked_fill(~lanes, -1e4).log_softmax(-1), out[..., 4:] * 10
 
+    def lane_choices(self, candidates):
+        """Candidate features [..., F] -> [..., 3] which of left, keep, right exist and, with `room_m`, have gaps longer
+        than that to both sides. (A driver told without room waits for a gap, and may be told again meanwhile.)"""
+        surround = candidates[..., -SURROUND_FEATURES:]  # both flags are 0 or 1 after normalisation too
+        gap = surround[..., SIDE_GAPS].half().unflatten(-1, (2, 2)).amin(-1)  # rounded as what is stored
+        left, right = ((surround[..., HAS_LEFT:HAS_RIGHT + 1] > 0.5) & (gap > self.room)).unbind(-1)
+        return torch.stack([left, torch.ones_like(left), right], -1)
+
     def values(self, scene):
         """(value, cost value), each [B], in units of reward and of cost."""
         return self.value(scene), self.cost_value(scene)
@@ -136,7 +145,7 @@ class Controller(nn.Module):
         pad, there = (0, self.k - k), torch.isfinite(top)
         chosen = {"picks": F.pad(picks * there, pad), "valid": F.pad(there, pad)}
         picked = take(candidates, chosen["picks"])
-        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
+        mean, lane_logp, gates = self.heads(picked, scene, self.lane_choices(picked))
         if noise is None:
             chosen.update(u=mean, lane=lane_logp.argmax(-1))
             opened = gates > 0
@@ -155,7 +164,7 @@ class Controller(nn.Module):
 
     def evaluate_picked(self, scores, picked, scene, chosen):
         """The same from the scores [B, C] and the picked candidates [B, K, F]."""
-        mean, lane_logp, gates = self.heads(picked, scene, lane_choices(picked))
+        mean, lane_logp, gates = self.heads(picked, scene, self.lane_choices(picked))
         log_prob = self._log_prob(scores, chosen, mean, lane_logp, gates)
         entropy = self._entropy(scores, chosen["valid"], lane_logp, gates)
         return log_prob, entropy, self._effort(chosen["valid"], mean, lane_logp, gates)
@@ -163,7 +172,7 @@ class Controller(nn.Module):
     def divergence(self, reference, candidates, valid, scene, chosen):
         """KL(reference || self) of the first pick and of what the picks are told, [B]; no gradient in `reference`."""
         picked = take(candidates, chosen["picks"])
-        lanes, scores = lane_choices(picked), self.scores(candidates, valid)
+        lanes, scores = self.lane_choices(picked), self.scores(candidates, valid)
         mean, lane, gates = self.heads(picked, scene, lanes)
         with torch.no_grad():
             scores0, (mean0, lane0, gates0) = reference.scores(candidates, valid), reference.heads(picked, scene, lanes)
@@ -224,15 +233,6 @@ def downstream_speeds(place, position, speed, mask):
 def acceleration(u):
     """Pre-squash action -> m/s^2 in [-3, 2]."""
     return ACCEL_CENTRE + ACCEL_RANGE * torch.tanh(u)
-
-
-def lane_choices(candidates):
-    """Candidate features [..., F] -> [..., 3] which of left, keep, right exist and have room to both sides. (A driver
-    told without room waits for a gap, and each second of waiting costs a lane change.)"""
-    surround = candidates[..., -SURROUND_FEATURES:]  # both flags are 0 or 1 after normalisation too
-    gap = surround[..., SIDE_GAPS].half().unflatten(-1, (2, 2)).amin(-1)  # rounded as what is stored
-    left, right = ((surround[..., HAS_LEFT:HAS_RIGHT + 1] > 0.5) & (gap > ROOM)).unbind(-1)
-    return torch.stack([left, torch.ones_like(left), right], -1)
 
 
 def take(candidates, picks):

@@ -1,7 +1,7 @@
 """Warm start of phase 2: a rule drives, and the controller learns to choose and to command as the rule does."""
 import torch
 
-from models.controller import ACCEL_CENTRE, ACCEL_RANGE, KEEP, lane_choices, take
+from models.controller import ACCEL_CENTRE, ACCEL_RANGE, KEEP, take
 from models.policy import Driver
 
 
@@ -40,7 +40,7 @@ class RuleDriver(Driver):
             observation = {name: value[row] for name, value in seen["arrays"].items()}
             wanted = rule(observation, choice["picks"].shape[1])
             follow({name: value[row] for name, value in choice.items()}, wanted, seen["slots"][row][seen["valid"][row]])
-        return with_room(choice, lane_choices(take(seen["candidates"], choice["picks"])))
+        return with_room(choice, self.model.controller.lane_choices(take(seen["candidates"], choice["picks"])))
 
 
 def follow(choice, wanted, slots):

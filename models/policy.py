@@ -23,7 +23,7 @@ class TrafficModel(nn.Module):
         self.preset = cfg.model.preset
         self.risk_gnn = RiskGNN(sizes, cfg.model.gather_above)
         self.world_model = WorldModel(sizes, cfg.data.future, cfg.env.control_interval)
-        self.controller = Controller(sizes, cfg.env.max_commands)
+        self.controller = Controller(sizes, cfg.env.max_commands, cfg.model.lane_room_m)
         self.safety_shield = SafetyShield(sizes, cfg.shield, cfg.env.control_interval)
 
     def set_statistics(self, statistics):

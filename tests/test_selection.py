@@ -13,7 +13,7 @@ from configs import load_config
 from controllers import make_controller
 from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
-                               ScaledValue, acceleration, downstream_speeds, lane_choices, plackett_luce)
+                               ScaledValue, acceleration, downstream_speeds, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, POSITION, SPEED
@@ -95,7 +95,7 @@ def test_log_probability_is_that_of_the_parts(small):
     chosen = c.select(*inputs, noise(inputs[0], 5))
     scores = c.scores(*inputs[:2])
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
-    mean, lane, gates = c.heads(picked, inputs[2], lane_choices(picked))
+    mean, lane, gates = c.heads(picked, inputs[2], c.lane_choices(picked))
     density = torch.distributions.Normal(mean, c.log_std.exp()).log_prob(chosen["u"])
     gate, pace = (torch.distributions.Bernoulli(logits=logit).log_prob(chosen[name].float())
                   for name, logit in zip(("release", "pace"), gates.unbind(-1)))
@@ -111,7 +111,7 @@ def test_entropy_is_that_of_the_parts(small):
     chosen = c.select(*inputs, noise(inputs[0], 6))
     _, entropy, _ = c.evaluate(*inputs, chosen)
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, c.features))
-    mean, lane, gates = c.heads(picked, inputs[2], lane_choices(picked))
+    mean, lane, gates = c.heads(picked, inputs[2], c.lane_choices(picked))
     gate, pace = (torch.distributions.Bernoulli(logits=logit) for logit in gates.unbind(-1))
     action = torch.distributions.Categorical(logits=lane).entropy() + pace.entropy() + pace.probs * (
         torch.distributions.Normal(mean, c.log_std.exp()).entropy())
@@ -149,7 +149,7 @@ def test_divergence_is_that_of_the_parts(small):
     chosen = mine.select(*inputs, noise(inputs[0], 9))
     close(mine.divergence(mine, *inputs, chosen), torch.zeros(4))
     picked = inputs[0].gather(1, chosen["picks"][..., None].expand(-1, -1, mine.features))
-    heads = lambda c: c.heads(picked, inputs[2], lane_choices(picked))  # noqa: E731
+    heads = lambda c: c.heads(picked, inputs[2], c.lane_choices(picked))  # noqa: E731
     (mean, lane, gates), (mean0, lane0, gates0) = heads(mine), heads(other)
     bernoulli, kl = torch.distributions.Bernoulli, torch.distributions.kl_divergence
     gate = kl(bernoulli(logits=gates0), bernoulli(logits=gates))
@@ -231,12 +231,12 @@ def test_lanes_are_chosen_where_they_exist_and_have_room(small):
     gaps[0, :3] = torch.tensor([4.9, 5.2, 100.0])[:, None, None]
     widths = (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)
     parts = [torch.zeros(2, 6, n) for n in widths]
-    lanes = lane_choices(small.controller.candidate_features(*parts, surround))
+    lanes = small.controller.lane_choices(small.controller.candidate_features(*parts, surround))
     room = gaps.amin(-1) > 5.05
     assert lanes[..., 1].all() and room[0, :3].tolist() == [[False] * 2, [True] * 2, [True] * 2]
     assert torch.equal(lanes[..., 0], (surround[..., HAS_LEFT] == 1) & room[..., 0])
     assert torch.equal(lanes[..., 2], (surround[..., HAS_RIGHT] == 1) & room[..., 1])
-    assert torch.equal(lanes, lane_choices(small.controller.candidate_features(*parts, surround).half()))
+    assert torch.equal(lanes, small.controller.lane_choices(small.controller.candidate_features(*parts, surround).half()))
 
 
 def test_downstream_speeds_equal_a_loop():
