@@ -2,13 +2,13 @@
 
     python -m benchmarks.tune_rules --config configs/suite.yaml --draws 100 --processes 16 --limit 0.05
 
-The family is `baselines.tuned` (lane advice, speed advice and ramp metering, env/baselines.py) with K =
-env.max_commands, behind the shield as everybody. A candidate's score is its mean S_total over all variants of env.suite
-and all training seeds; with --limit, the best one whose mean C_int stays within it is sought as well. The first
-candidates are the rules of the configuration; then come random ones, half of them near a known rule, half from all of
-`RANGES`, where each part of the rule is left out now and then (run.seed draws others). The best few play on with other
-training seeds, which decide. The winners are scored on evaluate.seeds, paired with no control, and printed as overrides
-for any command line; so is the best rule of each variant alone, for a warm start that knows the variant.
+The family is `baselines.tuned` (lane advice, speed advice, ramp metering and speed harmonisation, env/baselines.py)
+with K = env.max_commands, behind the shield as everybody. A candidate's score is its mean S_total over all variants of
+env.suite and all training seeds; with --limit, the best one whose mean C_int stays within it is sought as well. The
+first candidates are the rules of the configuration; then come random ones, half of them near a known rule, half from
+all of `RANGES`, where each part of the rule is left out now and then (run.seed draws others). The best few play on with
+other training seeds, which decide. The winners are scored on evaluate.seeds, paired with no control, and printed as
+overrides for any command line; so is the best rule of each variant alone, for a warm start that knows the variant.
 """
 import copy
 import functools
@@ -37,11 +37,12 @@ from runtime.scores import summarise, table
 from train_ddp import USER_ERRORS
 
 RANGES = {"reach_m": (50, 500), "vehicles": (1, 6), "gap_m": (2, 12), "ahead": (0.05, 0.6), "gain": (0.2, 1.5),
-          "offset": (-3, 4), "margin": (0, 6), "below": (12, 28), "above": (2, 18), "brake": (0.5, 3),
+          "offset": (-5, 4), "margin": (0, 6), "below": (12, 28), "above": (2, 18), "brake": (0.5, 3),
           "accel": (0, 2), "meter_brake": (0.1, 2), "meter_above": (4, 18), "meter_ahead": (0.05, 0.3),
-          "meter_below": (5, 20)}
-PARTS = ("reach_m", "gap_m", "gain", "above", "meter_brake")  # 0 = this part of the rule is left out
-KNOWN = ("lane_advice", "speed_advice", "tuned")
+          "meter_below": (5, 20), "cruise": (20, 29), "cruise_margin": (0.5, 6), "cruise_gain": (0, 0.6),
+          "cruise_brake": (0.1, 1.2), "cruise_accel": (0, 0.8)}
+PARTS = ("reach_m", "gap_m", "gain", "above", "meter_brake", "cruise")  # 0 = this part of the rule is left out
+KNOWN = ("lane_advice", "speed_advice", "tuned", "harmonise")
 
 
 def candidates(cfg, draws):

@@ -92,8 +92,7 @@ class ModelConfig:
     """Size and kind of computation of the model."""
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
-    lane_room_m: float = opt(5.0, "lane changes only where the new lane has longer gaps in front and behind, m, 0 = anywhere",
-                             low=0)
+    lane_room_m: float = opt(5.0, "lane changes only where both gaps on the new lane are longer, m, 0 = all", low=0)
     gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
 
 

@@ -147,8 +147,8 @@ class BaselinesConfig:
                                      below=20.1, brake=1.76)
     tuned: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7, below=20.1,
                               brake=1.76, meter_brake=0.31)
-    harmonise: AdviceConfig = sub(AdviceConfig, reach_m=136.0, ahead=0.33, gain=0.85, offset=-3.7, margin=1.0, below=19.8,
-                                  above=17.0, brake=2.7, cruise=25.0)
+    harmonise: AdviceConfig = sub(AdviceConfig, reach_m=136.0, ahead=0.33, gain=0.85, offset=-3.7, margin=1.0,
+                                  below=19.8, above=17.0, brake=2.7, cruise=25.0)
     follower_stopper: FollowerStopperConfig = sub(FollowerStopperConfig)
     idm: IDMConfig = sub(IDMConfig)
     pi_saturation: PISaturationConfig = sub(PISaturationConfig)

@@ -45,9 +45,9 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
-    Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s keeps to
-    that speed with cruise_gain * (cruise - v), cut to [-cruise_brake, cruise_accel]; who follows keeps to it too.
-    Lane moves go first, the nearest merge first; then the strongest braking; then, with `cruise`, the longest gap ahead.
+    Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s takes
+    cruise_gain * (cruise - v), cut to [-cruise_brake, cruise_accel]; who drives behind it keeps that speed too.
+    Lane moves go first, the nearest merge first; then the strongest braking; then the longest gap ahead.
     """
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))

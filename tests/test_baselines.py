@@ -176,7 +176,7 @@ def test_every_environment_has_a_memory_of_its_own():
 # ---- advice -----------------------------------------------------------------------------------------------------
 
 def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
-            room=None, above=0.0):
+            room=None, above=0.0, cruise=None):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -196,17 +196,23 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
         if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
                 v > faster and behind < slower):
             wanted, slows = min(-meter, 99 if wanted is None else wanted), True
+        if not (moves or slows) and cruise is not None and v > cruise - 2.6:
+            out.append(((2, -near["lead_gap"]), int(i), min(max(0.3 * (cruise - v), -0.75), 0.3), False))
         if moves or slows:
             out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
     return sorted(out)
 
 
+HARMONISE = (136, 1, 0.33, 0.85, -3.7, 1, 19.8, 2.7, 1, 0, 8.9, 11.5, None, 17, 25)
+
+
 @pytest.mark.parametrize("name, numbers", [("lane_advice", (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1)),
                                            ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1)),
-                                           ("tuned", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1, 0.31))])
+                                           ("tuned", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1, 0.31)),
+                                           ("harmonise", HARMONISE)])
 @pytest.mark.parametrize("k", [3, N])
 def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
-    moved = slowed = metered = 0
+    moved = slowed = metered = eased = 0
     for seed in range(8):
         o = traffic(seed)
         expected = advised(o, *numbers)[:k]
@@ -216,8 +222,9 @@ def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
             assert side == (LEFT if moves else KEEP)
             assert np.isnan(a) if wanted is None else a == pytest.approx(wanted, abs=1e-3)
             moved, slowed = moved + moves, slowed + (wanted is not None)
-            metered += wanted == -0.31
-    assert moved > 4 and (slowed > 0) == (name != "lane_advice") and (metered > 0) == (name == "tuned" and k == N)
+            metered, eased = metered + (wanted == -0.31), eased + (wanted == -0.75)
+    assert (eased > 0) == (name == "harmonise")
+    assert moved > 3 and (slowed > 0) == (name != "lane_advice") and (metered > 0) == (name == "tuned" and k == N)
 
 
 def test_advice_can_wait_for_a_gap():

@@ -13,7 +13,7 @@ from configs import load_config
 from controllers import make_controller
 from env import road
 from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP, NODE_FEATURES, SURROUND_FEATURES,
-                               ScaledValue, acceleration, downstream_speeds, plackett_luce)
+                               Controller, ScaledValue, acceleration, downstream_speeds, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, POSITION, SPEED
@@ -231,12 +231,15 @@ def test_lanes_are_chosen_where_they_exist_and_have_room(small):
     gaps[0, :3] = torch.tensor([4.9, 5.2, 100.0])[:, None, None]
     widths = (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)
     parts = [torch.zeros(2, 6, n) for n in widths]
-    lanes = small.controller.lane_choices(small.controller.candidate_features(*parts, surround))
+    features = small.controller.candidate_features(*parts, surround)
+    lanes = small.controller.lane_choices(features)
     room = gaps.amin(-1) > 5.05
     assert lanes[..., 1].all() and room[0, :3].tolist() == [[False] * 2, [True] * 2, [True] * 2]
     assert torch.equal(lanes[..., 0], (surround[..., HAS_LEFT] == 1) & room[..., 0])
     assert torch.equal(lanes[..., 2], (surround[..., HAS_RIGHT] == 1) & room[..., 1])
-    assert torch.equal(lanes, small.controller.lane_choices(small.controller.candidate_features(*parts, surround).half()))
+    assert torch.equal(lanes, small.controller.lane_choices(features.half()))
+    anywhere = Controller(SMALL, 5, room_m=0.0).lane_choices(features)
+    assert torch.equal(anywhere[..., ::2], surround[..., HAS_LEFT:HAS_LEFT + 2] == 1) and (anywhere != lanes).any()
 
 
 def test_downstream_speeds_equal_a_loop():

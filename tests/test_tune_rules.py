@@ -16,7 +16,7 @@ TWO = "env.suite=[same, corridor.lanes=3]"
 
 def test_candidates_are_rules_that_the_configuration_allows():
     rules = list(candidates(load_config("configs/smoke.yaml"), 200).values())
-    assert len({str(rule) for rule in rules}) == 203 and rules[2].meter_brake == 0.31
+    assert len({str(rule) for rule in rules}) == 204 and rules[2].meter_brake == 0.31
     for setting in dataclasses.fields(AdviceConfig):
         values, low, high = [getattr(r, setting.name) for r in rules], *(setting.metadata[x] for x in ("low", "high"))
         assert (low is None or min(values) >= low) and (high is None or max(values) <= high)
