@@ -40,7 +40,7 @@ from train_ddp import TROUBLES, USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
-                 "evaluate.c_int_cap", "evaluate.leave_below", "shield.",
+                 "evaluate.c_int_cap", "evaluate.leave_below", "evaluate.accel_limit", "shield.",
                  "baselines.")  # they change no traffic without control
 
 

@@ -225,7 +225,7 @@ def phase3(cfg, team, guard):
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
                 driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
-                                leave_below=cfg.evaluate.leave_below)
+                                leave_below=cfg.evaluate.leave_below, accel_limit=cfg.evaluate.accel_limit)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)
