@@ -226,7 +226,7 @@ def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
     assert abs(float(log["kl"])) < 1e-4 and log["clip_share"] == 0
 
 
-def test_phase3_trains_with_the_limit_that_is_scored(tmp_path, monkeypatch):
+def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     made = []
 
     class Noted(Driver):
@@ -237,9 +237,10 @@ def test_phase3_trains_with_the_limit_that_is_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(train_ddp, "Driver", Noted)
     monkeypatch.setattr(train_ddp.Collector, "begin", lambda self, epoch: 1 / 0)  # that is far enough
     with pytest.raises(ZeroDivisionError):
-        train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7"]),
+        train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
+                                                            "evaluate.accel_limit=0.5"]),
                          Team(0, 1, 0, 1, torch.device("cpu")), None)
-    assert [driver.leave_below for driver in made] == [7]
+    assert [(driver.leave_below, driver.accel_limit) for driver in made] == [(7, 0.5)]
 
 
 def test_two_learners_see_the_same_traffic_and_command_the_same(learners):

@@ -328,9 +328,27 @@ def test_who_has_a_jam_ahead_cannot_be_picked(models):
     assert min(may) < 0.8 and max(may) > 0.5
 
 
-def test_policy_is_scored_with_the_limit_of_its_configuration():
-    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7"])
-    assert make_controller(cfg, "policy", {"policy": build("small")}, 1).driver.leave_below == 7
+@torch.no_grad()
+def test_accelerations_are_cut_to_the_limit(models):
+    """What is wanted is cut, so that the shield's log counts only what the shield changed."""
+    free, told = Driver(models["small"], 2, 40), []
+    for seed in range(5):
+        seen = free.perceive(observation(seed), [0, 1])
+        choice = free.choose(seen, noise(seen["candidates"], seed))
+        choice["pace"][:] = True
+        wanted = free.commands(seen, choice)["wanted"]
+        for limit in (0.0, 0.3):
+            cut = Driver(models["small"], 2, 40, accel_limit=limit).commands(seen, choice)
+            np.testing.assert_allclose(cut["wanted"], np.minimum(wanted, limit), atol=1e-6)
+            assert (cut["accel"] <= limit + 1e-6).all()
+        told += wanted.ravel().tolist()
+    assert min(told) < 0 < 0.3 < max(told)
+
+
+def test_policy_is_scored_with_the_limits_of_its_configuration():
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7", "evaluate.accel_limit=0.5"])
+    driver = make_controller(cfg, "policy", {"policy": build("small")}, 1).driver
+    assert (driver.leave_below, driver.accel_limit) == (7, 0.5)
 
 
 def test_decisions_are_taken_on_what_is_stored(models):
