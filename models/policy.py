@@ -156,7 +156,7 @@ class Driver:
         active = choice["valid"] & ~choice["release"] & (choice["pace"] | (choice["lane"] != KEEP))
         at = lambda x: x.gather(1, picks)  # noqa: E731
         wanted = acceleration(choice["u"]).clamp(max=self.accel_limit)
-        wanted = torch.where(choice["pace"], wanted, torch.nan)  # the driver keeps the speed
+        wanted = torch.where(choice["pace"], wanted, torch.nan)  # NaN: the driver keeps the speed
         accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
         if self.shield:
             near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
