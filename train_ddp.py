@@ -204,13 +204,13 @@ def phase3(cfg, team, guard):
     team.say(model.describe())
     compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     model.safety_shield.risk_trained.fill_(True)
+    model.controller.accel_limit = cfg.evaluate.accel_limit
     objective = ConstrainedLoss(model, cfg.phase2, p)  # its anchor is phase 2's policy, or that of the checkpoint
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
-    c = progress.counters
-    c.update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
+    (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -225,7 +225,7 @@ def phase3(cfg, team, guard):
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:
                 driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
-                                leave_below=cfg.evaluate.leave_below, accel_limit=cfg.evaluate.accel_limit)
+                                leave_below=cfg.evaluate.leave_below)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)

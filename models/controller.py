@@ -66,7 +66,7 @@ class Controller(nn.Module):
     def __init__(self, sizes, max_commands, room_m=0.0):
         super().__init__()
         self.room = (room_m - SURROUND_MEAN[2]) / SURROUND_STD[2] if room_m else -math.inf
-        self.k, own = max_commands, OWN_FEATURES
+        self.k, self.accel_limit, own = max_commands, math.inf, OWN_FEATURES  # nobody is told to accelerate more
         d, z = sizes.gnn_width, sizes.latent
         self.d, self.features, self.scene_features = d, d + 2 * z + own, 2 * d + 2 * z + GLOBAL_FEATURES
         self.surround, self.globals = Normalizer(SURROUND_MEAN, SURROUND_STD), Normalizer(GLOBAL_MEAN, GLOBAL_STD)
@@ -200,7 +200,7 @@ class Controller(nn.Module):
         Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
         too, down to holding the speed, which costs nothing and is in everybody's way."""
         released, pace = gates.sigmoid().unbind(-1)
-        each = pace * acceleration(mean).abs().detach() + LANE_CHANGE * (1 - lane_logp[..., KEEP].exp())
+        each = pace * acceleration(mean, self.accel_limit).detach().abs() - LANE_CHANGE * lane_logp[..., KEEP].expm1()
         return torch.where(valid, (1 - released) * each, 0.0).sum(-1)
 
     def _entropy(self, scores, valid, lane_logp, gates):
@@ -230,9 +230,9 @@ def downstream_speeds(place, position, speed, mask):
     return torch.stack(means, -1)
 
 
-def acceleration(u):
-    """Pre-squash action -> m/s^2 in [-3, 2]."""
-    return ACCEL_CENTRE + ACCEL_RANGE * torch.tanh(u)
+def acceleration(u, limit=math.inf):
+    """Pre-squash action -> m/s^2 in [-3, 2], at most `limit`."""
+    return (ACCEL_CENTRE + ACCEL_RANGE * torch.tanh(u)).clamp(max=limit)
 
 
 def take(candidates, picks):

@@ -1,6 +1,5 @@
 """Assembly: the four layers behind one object that turns observations into checked commands, step by step."""
 import contextlib
-import math
 
 import torch
 from torch import nn
@@ -91,14 +90,13 @@ class Driver:
     """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot.
 
     `leave_below`: only ICVs with a mean speed of at least that many m/s in the next third of the road may be picked.
-    `accel_limit`: nobody is told to accelerate more, m/s^2.
     """
 
     def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, autocast=contextlib.nullcontext,
-                 leave_below=0.0, accel_limit=math.inf):
+                 leave_below=0.0):
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
         self.shield, self.autocast, self.leave_below = shield, autocast, leave_below
-        self.num_envs, self.accel_limit = num_envs, accel_limit
+        self.num_envs = num_envs
         self.forget()
 
     def forget(self, env=None):
@@ -155,7 +153,7 @@ class Driver:
         picks = choice["picks"]
         active = choice["valid"] & ~choice["release"] & (choice["pace"] | (choice["lane"] != KEEP))
         at = lambda x: x.gather(1, picks)  # noqa: E731
-        wanted = acceleration(choice["u"]).clamp(max=self.accel_limit)
+        wanted = acceleration(choice["u"], self.model.controller.accel_limit)
         wanted = torch.where(choice["pace"], wanted, torch.nan)  # NaN: the driver keeps the speed
         accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
         if self.shield:

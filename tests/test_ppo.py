@@ -240,7 +240,7 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
         train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
                                                             "evaluate.accel_limit=0.5"]),
                          Team(0, 1, 0, 1, torch.device("cpu")), None)
-    assert [(driver.leave_below, driver.accel_limit) for driver in made] == [(7, 0.5)]
+    assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)]
 
 
 def test_two_learners_see_the_same_traffic_and_command_the_same(learners):

@@ -121,16 +121,19 @@ def test_entropy_is_that_of_the_parts(small):
         torch.testing.assert_close(entropy[row], first + each[row][chosen["valid"][row]].mean(), rtol=1e-4, atol=1e-4)
 
 
-def test_expected_effort_is_the_mean_of_what_is_commanded(small):
-    """Within four standard errors of 20,000 draws of the gates and lanes, for the same picks."""
+@pytest.mark.parametrize("limit", [math.inf, -0.2])
+def test_expected_effort_is_the_mean_of_what_is_commanded(small, limit):
+    """Within four standard errors of 20,000 draws of the gates and lanes, for the same picks. It once counted
+    accelerations that `evaluate.accel_limit` cuts."""
     model, draws = copy.deepcopy(small), 20000
+    model.controller.accel_limit = limit
     with torch.no_grad():
         model.controller.log_std.fill_(-6.0)
         inputs = [x.expand(draws, *x.shape[1:]) for x in candidates(model, [4], 8)]
         uniform, normal = noise(inputs[0], 8)
         uniform[:, 5 * model.controller.k:] = 0.5
         chosen = model.controller.select(*inputs, (uniform, normal))
-        each = chosen["pace"] * acceleration(chosen["u"]).abs() + 5.0 * (chosen["lane"] != KEEP)
+        each = chosen["pace"] * acceleration(chosen["u"]).clamp(max=limit).abs() + 5.0 * (chosen["lane"] != KEEP)
         effort = (each * ~chosen["release"] * chosen["valid"]).sum(1)
         *_, expected = model.controller.evaluate(*(x[:1] for x in inputs), {k: v[:1] for k, v in chosen.items()})
     assert (chosen["picks"] == chosen["picks"][0]).all() and effort.std() > 0.5
@@ -331,16 +334,18 @@ def test_who_has_a_jam_ahead_cannot_be_picked(models):
 @torch.no_grad()
 def test_accelerations_are_cut_to_the_limit(models):
     """What is wanted is cut, so that the shield's log counts only what the shield changed."""
-    free, told = Driver(models["small"], 2, 40), []
+    cut = copy.deepcopy(models["small"])
+    free, driver, told = Driver(models["small"], 2, 40), Driver(cut, 2, 40), []
     for seed in range(5):
         seen = free.perceive(observation(seed), [0, 1])
         choice = free.choose(seen, noise(seen["candidates"], seed))
         choice["pace"][:] = True
         wanted = free.commands(seen, choice)["wanted"]
         for limit in (0.0, 0.3):
-            cut = Driver(models["small"], 2, 40, accel_limit=limit).commands(seen, choice)
-            np.testing.assert_allclose(cut["wanted"], np.minimum(wanted, limit), atol=1e-6)
-            assert (cut["accel"] <= limit + 1e-6).all()
+            cut.controller.accel_limit = limit
+            sent = driver.commands(seen, choice)
+            np.testing.assert_allclose(sent["wanted"], np.minimum(wanted, limit), atol=1e-6)
+            assert (sent["accel"] <= limit + 1e-6).all()
         told += wanted.ravel().tolist()
     assert min(told) < 0 < 0.3 < max(told)
 
@@ -348,7 +353,7 @@ def test_accelerations_are_cut_to_the_limit(models):
 def test_policy_is_scored_with_the_limits_of_its_configuration():
     cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7", "evaluate.accel_limit=0.5"])
     driver = make_controller(cfg, "policy", {"policy": build("small")}, 1).driver
-    assert (driver.leave_below, driver.accel_limit) == (7, 0.5)
+    assert (driver.leave_below, driver.model.controller.accel_limit) == (7, 0.5)
 
 
 def test_decisions_are_taken_on_what_is_stored(models):
