@@ -19,6 +19,7 @@ from pathlib import Path
 
 from configs import ConfigError, console, to_dict
 from configs.command_line import parse
+from data.settings import scenario_hashes
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory, machine_memory, oom_kills
 from runtime.resources import claim
@@ -160,10 +161,12 @@ def load_state(path, cfg):
         parts = dict(state.get("parts", {}))
     except (ValueError, AttributeError, TypeError, OSError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
-    digest = hashlib.sha1(json.dumps(to_dict(cfg)).encode()).hexdigest()
+    names = sorted({variant.env.scenario for variant in cfg.variants()} | set(cfg.data.scenarios))
+    files = [scenario_hashes(name) for name in names]  # a user's networks and routes
+    digest = hashlib.sha1(json.dumps([to_dict(cfg), files]).encode()).hexdigest()
     if state.get("configuration") != digest:
         if done:
-            print("the configuration has changed: every step is run again and continues what it finds")
+            print("the configuration or a scenario has changed: every step is run again and continues what it finds")
         done, parts = {}, {}
         state.pop("repeating", None)
     return {**state, "configuration": digest, "steps": done, "parts": parts}
@@ -236,7 +239,8 @@ def pipeline(options, stop):
             print(f"\nstopped in {step}; {saved} saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:
-            print(f"\n{step} failed with exit code {code}; {console.again()}", file=sys.stderr)
+            first = "correct what its message says first; then " if code == BAD_INPUT else ""
+            print(f"\n{step} failed with exit code {code}; {first}{console.again()}", file=sys.stderr)
             return code
     if not options.only:
         state.pop("repeating", None)

@@ -57,7 +57,9 @@ def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progre
 
 
 def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
-    """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process."""
+    """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process: of a suite that
+    of the variant whose turn it is with this seed."""
+    cfg = (variants := cfg.variants())[seed % len(variants)]
     with make_pool(cfg, 0, 1, folder) as pool:
         environment = pool.environments.envs[0]
         drivers = {name: Recorded(make_controller(cfg, name, models, 1), environment) for name in controllers}
@@ -225,7 +227,10 @@ def settings(options):
     """({name of a sweep's value: configuration}, controllers, seeds, models {"policy": ...}) of the command line. torch
     gets one thread: more would wait for processors on which SUMO simulates."""
     torch.set_num_threads(1)
-    state = folder = None
+    key, state, folder = (options.sweep or "").partition("=")[0], None, None
+    if key in ("evaluate.seeds", "evaluate.controllers") or options.scenario and key in ("env.scenario", "env.suite"):
+        raise ConfigError(f"command line: --sweep {options.sweep}: not with these; all values have the same seeds and "
+                          "controllers, and --scenario names the only one")
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)
     configs = {name: configuration(options, changes, state, folder) for name, changes in sweep(options.sweep).items()}
@@ -240,6 +245,9 @@ def settings(options):
             raise ConfigError("controllers: `policy` needs --checkpoint RUN_OR_FOLDER")
         models["policy"], trained = load_policy(state, folder)
         for cfg in configs.values():
+            if cfg.model.lane_room_m != trained.model.lane_room_m:
+                raise ConfigError(f"{folder}: trained with model.lane_room_m={trained.model.lane_room_m:g}, cannot be "
+                                  f"evaluated with {cfg.model.lane_room_m:g}; without --config it has its own")
             if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
@@ -257,23 +265,31 @@ def main():
         check_scenario(cfg, folder)
     if options.animate or options.gui:
         return show(first, controllers[-1], seeds[0], models, folder, options)
-    rows, log, known = [], [], []
+    rows, log, known, paired = [], [], [], []
     for name, cfg in configs.items():
         mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known)
         if same:
             known = [row for row in mine if row["controller"] == "none"]
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
+        paired += [f"{line} {name}".rstrip() for line in differences(mine)]
         log += [(line[0] + name, *line[1:]) for line in lines]
     scenario = scenarios_of(configs.values())
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
-    print("\n".join([table(summarise(rows)), *differences(rows)]))
+    print("\n".join([table(summarise(rows)), *paired]))
+    warn_of_empty_roads(rows, scenario)
     if options.out:
         write(options.out, scenario, seeds, rows, log)
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
+
+
+def warn_of_empty_roads(rows, scenario):
+    """Say so where nobody drove: all scores are 0 then."""
+    if not any(row["loaded"] for row in rows):
+        console.say(f"WARNING: {scenario}: nobody drove in any episode; do its `begin` and departures fit together?")
 
 
 def scenarios_of(configs):

@@ -45,10 +45,10 @@ def score(cfg, models, seeds, folder, caps):
     """Rows of no control and of all models, {name: TrafficModel}; with `caps`, {name: limit}, each behind its own."""
     if not caps:
         return evaluate_suite(cfg, [*models], seeds, models, folder)[0]
-    names, rows = [], []
+    names, rows, own = [], [], cfg.evaluate.c_int_cap
     for name in models:
         names.append(name)
-        cfg.evaluate.c_int_cap = caps.get(name, 0.0)  # 0 = none
+        cfg.evaluate.c_int_cap = caps.get(name, own)  # 0 = none
         rows = evaluate_suite(cfg, names, seeds, models, folder, known=rows)[0]  # those before are not simulated again
     return rows
 

@@ -95,8 +95,10 @@ def run_episodes(cfg, jobs, folder, meanwhile):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
-        futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent alone answers Ctrl-C
         try:
+            futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             console.begin("collect: episode")
             for done, future in enumerate(as_completed(futures), 1):
                 samples, job = future.result(), futures[future]

@@ -3,6 +3,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,12 +33,17 @@ def raw_settings(cfg):
 
 
 def scenario_hashes(config):
-    """{name: SHA-256} of a user's .sumocfg and of the files beside it that it names; {} when there is none."""
+    """{name: SHA-256} of a user's .sumocfg, of the files beside it that it names and what they include; {} when there
+    is none."""
     config = Path(config)
     if not config.is_file():
         return {}
     named = [value for name, value in options_of(config).items() if name in INPUTS]
     files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
+    for path in files:  # grows meanwhile
+        if path.suffix == ".xml" and path.is_file():
+            inside = re.findall(rb"<include[^>]+href=[\"']([^\"']+)", path.read_bytes())
+            files += [more for name in inside if (more := path.parent / os.fsdecode(name)) not in files]
     return {os.path.relpath(path, config.parent): file_hash(path) for path in files if path.is_file()}
 
 

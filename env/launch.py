@@ -13,6 +13,7 @@ PR_SET_PDEATHSIG = 1
 WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
 PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
 OLDEST, REMEDY = (1, 28), "install it with `pip install eclipse-sumo==1.28.*`"
+OURS = "--mesosim", "false", "--num-clients", "1"  # SUMO's options: vehicles on lanes, nobody else who commands
 SYSTEM = "libgl1 libxrender1 libxext6 libatomic1 libexpat1"  # not in its wheel; desktops have them
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 

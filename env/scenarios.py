@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from xml.etree import ElementTree
 
 from env.launch import SumoError, explained, find_binary, sumo_environment
 from env.networks import NETWORKS
+
+READ_AHEAD_S = 200  # SUMO's `route-steps`
 
 
 def build_scenario(cfg, folder):
@@ -56,6 +59,36 @@ def own_scale(scenario):
         return float(options_of(scenario).get("scale", 1.0))
     except ValueError:
         return 1.0
+
+
+def warn_of_lost_traffic(name, arguments, horizon_s):
+    """Pass on SUMO's words where it leaves traffic out of a user's scenario (flows and vehicles that do not stand in
+    the order of their departures; `--no-warnings` hides that) or will not go on with it."""
+    start = start_of(name) if name not in NETWORKS else None
+    if start is None:
+        return
+    words = [word for word in arguments if word != "--no-warnings"]
+    words[words.index("--mesosim") + 1] = "true"  # routes are read as time goes on, and this is the quickest way
+    command = [find_binary("sumo"), *words, "--end", str(start + horizon_s + READ_AHEAD_S)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=sumo_environment(),
+                              timeout=60)
+    except subprocess.TimeoutExpired:
+        return
+    said = [line for line in done.stderr.splitlines() if "sorted by departure" in line or line.startswith("Error")]
+    if said:
+        print(f"WARNING: scenario {name}: not all of its traffic will be there. SUMO said:", *said, sep="\n",
+              file=sys.stderr)
+
+
+def start_of(scenario):
+    """The begin that a .sumocfg sets, s; None where SUMO would not take it."""
+    options = options_of(scenario)
+    try:
+        parts = options.get("begin", options.get("b", "0")).split(":")
+        return sum(float(part) * 60 ** i for i, part in enumerate(reversed(parts)))
+    except ValueError:
+        return None
 
 
 def _user_scenario(name):

@@ -14,13 +14,13 @@ from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
 from env.lanes import oncoming_lanes
-from env.launch import SumoError, explained, find_binary, launch
+from env.launch import OURS, SumoError, explained, find_binary, launch
 from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
 
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
 
-POLL_S = 0.002        # between two attempts to connect (the stock client sleeps 1 s)
+POLL_S = 0.002  # between two attempts to connect (the stock client sleeps 1 s)
 COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
 ALL_CHECKS, SAFE_SPEED, OWN_LANE_CHANGES = 31, 1, 1621  # speed mode, a bit of it, lane-change mode
 
@@ -215,7 +215,7 @@ class Sumo:
 def special_lanes(client):
     """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
     closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
-    take time). closed: not for passenger cars. oncoming: see env.lanes.oncoming_lanes."""
+    take time). closed: not for passenger cars. oncoming: env.lanes.oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
@@ -230,7 +230,7 @@ def episode_arguments(scenario, seed, env_cfg):
     return ["-c", scenario, *scale, "--seed", str(seed), "--random", "false", "--step-length", str(env_cfg.step_length),
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
-            "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false"]
+            "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false", *OURS]
 
 
 def open_simulator(arguments, env_cfg):

@@ -10,7 +10,7 @@ from env.launch import SumoError
 from env.orders import Orders
 from env.road import Road, Traffic
 from env.routes import Routes
-from env.scenarios import build_scenario
+from env.scenarios import build_scenario, warn_of_lost_traffic
 from env.score import EpisodeTotals
 from env.slots import Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
@@ -242,6 +242,7 @@ def check_scenario(cfg, folder):
     try:
         for variant in range(len(env.variants)):
             env.reset(seed=variant)
+            warn_of_lost_traffic(env.env_cfg.scenario, env.arguments(variant), env.env_cfg.horizon_s)
     except SumoError as error:
         raise SumoError(f"scenario {env.env_cfg.scenario}: {error}") from None
     finally:

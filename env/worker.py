@@ -3,6 +3,7 @@ import gc
 import mmap
 import multiprocessing.connection
 import os
+import socket
 import sys
 import time
 import traceback
@@ -19,11 +20,23 @@ def settle(processor=None):
     gc.disable()
 
 
+def claim(processor):
+    """A socket by whose name others see that this processor has its worker, for as long as it is open; None where it
+    has one already: the workers of two programs would wait for each other while other processors idle."""
+    place = socket.socket(socket.AF_UNIX)
+    try:
+        place.bind(f"\0mixed-autonomy-processor-{processor}")  # a name without a file, gone with its process
+        return place
+    except OSError:
+        place.close()
+
+
 def worker_main(pipe_fd, memory_fd):
     """Serve orders until the pipe closes."""
     pipe = multiprocessing.connection.Connection(pipe_fd)
     cfg, indices, envs, folder, processor = pipe.recv()
-    settle(processor)
+    place = claim(processor) if processor is not None else None  # kept until this process ends
+    settle(processor if place else None)
     arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
     environments = Environments(cfg, indices, arrays, final, folder)
     try:

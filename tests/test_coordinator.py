@@ -42,6 +42,23 @@ def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
     assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
 
 
+def test_bad_input_is_to_be_corrected_first(steps, capsys):
+    """The same command was said to continue, which it never could."""
+    steps("--only", "phase1", codes=[2])
+    assert "correct what its message says first" in capsys.readouterr().err
+    steps("--only", "phase1", codes=[5, 5, 5])
+    assert "correct" not in capsys.readouterr().err
+
+
+def test_no_step_counts_as_done_after_a_scenario_has_changed(steps, tmp_path):
+    """Scores of the old demand stood for the new one: only the configuration was compared."""
+    (tmp_path / "my.sumocfg").write_text('<configuration><route-files value="my.rou.xml"/></configuration>')
+    words = ("env.scenario=my.sumocfg", "data.scenarios=[same]")
+    for text, repeated in (("many", True), ("many", False), ("few", True)):
+        (tmp_path / "my.rou.xml").write_text(text)
+        assert bool(steps(*words)[1]) == repeated
+
+
 def test_phase_without_memory_goes_on_with_smaller_micro_batches(steps):
     """Half of it each time, which is no retry, and remembered; other steps are only tried again."""
     assert steps("--only", "phase1", codes=[4, 4, 1, 0]) == (

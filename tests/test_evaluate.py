@@ -71,6 +71,23 @@ def test_results_that_could_not_be_kept_are_refused_first(words, tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
+@pytest.mark.parametrize("words", ["--sweep evaluate.seeds=[1],[2]", "--sweep evaluate.controllers=[none],[random]",
+                                   "--scenario corridor --sweep env.scenario=ring,merge"])
+def test_sweeps_over_what_the_command_line_decides_are_refused(words):
+    """All rows were those of the first value, under the names of the others."""
+    options = evaluate.parse("", [*words.split(), "--config", "configs/smoke.yaml"], evaluate.add_options, load=False)
+    with pytest.raises(ConfigError, match="--sweep"):
+        evaluate.settings(options)
+
+
+def test_roads_without_traffic_are_told(capsys):
+    """A table of zeros looked like a result."""
+    evaluate.warn_of_empty_roads([{"loaded": 0}, {"loaded": 3}], "my.sumocfg")
+    assert capsys.readouterr().out == ""
+    evaluate.warn_of_empty_roads([{"loaded": 0}], "my.sumocfg")
+    assert "my.sumocfg: nobody drove" in capsys.readouterr().out
+
+
 def test_shield_log_holds_every_override_with_its_reason():
     audit, keep = Audit("policy", 7), LANES.index("keep")
     nothing = {"reason": np.zeros(3, int), "slot": np.zeros(3, int)}

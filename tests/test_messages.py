@@ -89,9 +89,9 @@ def evaluation(*words):
     return evaluate.settings(options)
 
 
-def other_model(monkeypatch):
-    """Evaluate a policy that commands every 0.5 s with a configuration of 1 s."""
-    trained = load_config("configs/smoke.yaml", ["env.control_interval=0.5"])
+def other_model(monkeypatch, *trained_with):
+    """Evaluate with a configuration what was trained with another."""
+    trained = load_config("configs/smoke.yaml", trained_with)
     monkeypatch.setattr(evaluate, "find_checkpoint", lambda path: ({"config": to_dict(trained)}, path))
     monkeypatch.setattr(evaluate, "load_policy", lambda state, folder: (None, trained))
     evaluation("--checkpoint", "runs/x", "--config", "configs/smoke.yaml", "--controllers", "policy")
@@ -223,13 +223,16 @@ CASES = [
      ["file/run", "cannot be written to", "Not a directory"]),
     ("no such key or section", lambda t, m, r: list(show("configs/smoke.yaml", [], ["phasex"])),
      ["phasex", "sections", "phase1"]),
-    ("cannot be evaluated with", lambda t, m, r: other_model(m),
+    ("cannot be evaluated with", lambda t, m, r: other_model(m, "env.control_interval=0.5"),
      ["runs/x", "'control_interval': 0.5", "'control_interval': 1.0", "without --config"]),
+    ("evaluated with {cfg.model", lambda t, m, r: other_model(m, "model.lane_room_m=2"),
+     ["runs/x", "lane_room_m=2", "with 5", "without --config"]),
     ("its simulator was lost", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
      ["none with seed 7", "4 times", "rollout.restarts=3", "SUMO said"]),
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
+    ("not with these; all values", "test_evaluate.py"),
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
     ("collect: episode {job.episode}", "test_data.py"), ("not the settings of a data set", "test_damaged_inputs.py"),

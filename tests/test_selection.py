@@ -351,8 +351,10 @@ def test_accelerations_are_cut_to_the_limit(models):
 
 
 def test_policy_is_scored_with_the_limits_of_its_configuration():
-    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7", "evaluate.accel_limit=0.5"])
+    """Once with the shield of its training, whatever that of the rules beside it was told."""
+    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7", "evaluate.accel_limit=0.5", "shield.thw_s=5"])
     driver = make_controller(cfg, "policy", {"policy": build("small")}, 1).driver
+    assert driver.model.safety_shield.cfg.thw_s == 5
     assert (driver.leave_below, driver.model.controller.accel_limit) == (7, 0.5)
 
 

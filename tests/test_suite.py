@@ -48,6 +48,16 @@ def test_an_episode_is_the_variant_of_its_seed_and_what_that_would_be_alone(scen
             env.close()
 
 
+def test_recorded_episodes_are_those_that_are_scored(scenarios):
+    """The traffic was that of the seed's variant, the rule's numbers those of the suite's first."""
+    cfg = load_config("configs/smoke.yaml", ["env.horizon_s=60"])
+    nothing = " ".join(f"baselines.harmonise.{name}=0" for name in ("cruise", "reach_m", "gain", "meter_brake"))
+    cfg.env.suite = ["same", nothing]
+    for seed, told in ((8, True), (9, False)):
+        tracks = evaluate.watch(cfg, ["harmonise"], seed, {}, scenarios, lambda *text: None)["harmonise"]
+        assert tracks.column("commanded").any() == told
+
+
 def test_without_a_suite_the_configuration_is_its_only_variant():
     cfg = Config()
     assert cfg.variants() == [cfg] and cfg.variants()[0] is cfg
@@ -120,7 +130,8 @@ def test_scores_of_a_suite(tmp_path, scenarios):
 
 
 @pytest.mark.parametrize("changed", ["env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512",
-                                     "evaluate.selection=jam", "evaluate.sample=true", "shield.enabled=false",
+                                     "evaluate.selection=jam", "evaluate.sample=true", "evaluate.accel_limit=1",
+                                     "evaluate.leave_below=5", "evaluate.c_int_cap=0.1", "shield.enabled=false",
                                      "baselines.tuned.gain=0"])
 def test_sweeps_that_simulate_the_traffic_without_control_once(changed, scenarios):
     """All that COMMANDS_ONLY names; whatever they are, nobody who is not commanded notices."""

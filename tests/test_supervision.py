@@ -16,6 +16,7 @@ from test_workers import ROOT, command, equal, processes, snapshot
 from configs import Config
 from env.launch import SumoError
 from env.traffic_env import make_env
+from env.worker import claim
 from env.workers import WorkerError, make_pool
 from evaluate import evaluate
 from models import objectives
@@ -243,3 +244,12 @@ def test_training_survives_killed_simulators_and_workers(tmp_path):
     assert [row["epoch"] for row in rows] == [1, 2, 3, 4] and kills > 1
     assert 1 <= sum(row["lost_steps"] for row in rows) <= 2 * kills and "lost" in err
     assert all(np.isfinite(row["loss"]) for row in rows)
+
+
+def test_of_two_programs_only_one_keeps_its_worker_on_a_processor():
+    """Each kept its first worker on the first processor: seventeen programs at once shared one of sixteen, and an
+    episode took twenty times as long."""
+    first = claim("of a test")
+    assert first is not None and claim("of a test") is None
+    first.close()
+    claim("of a test").close()

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks.shield import Adversary
+from configs import load_config
 from configs.schema import Config
 from data.settings import scenario_hashes
 from env.launch import find_binary, sumo_environment
 from env.scenarios import own_scale
+from env.baselines import SPEED
 from env.spaces import speed_change
+from env.traffic_env import TrafficEnv, check_scenario
 
 from helpers import FLOWS, episode, only
 
@@ -157,8 +160,36 @@ def test_what_sumo_writes_is_no_setting_of_a_data_set(tmp_path):
     """Its outputs lay beside the network and counted as inputs: no data set could be used a second time."""
     for name in ("net.xml", "a.rou.xml", "b.rou.xml", "trips.xml", "log.txt"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "a.rou.xml").write_text('<routes><include href="more.xml"/></routes>')  # once followed by nobody
+    (tmp_path / "more.xml").write_text("<routes><include href='a.rou.xml'/></routes>")
     config = tmp_path / "town.sumocfg"
     config.write_text("<configuration><n v='net.xml'/><route-files value=\"a.rou.xml, b.rou.xml\"/><output>"
                       '<tripinfo-output value="trips.xml"/></output><log value="log.txt"/></configuration>')
-    assert set(scenario_hashes(config)) == {"town.sumocfg", "net.xml", "a.rou.xml", "b.rou.xml"}
+    assert set(scenario_hashes(config)) == {"town.sumocfg", "net.xml", "a.rou.xml", "b.rou.xml", "more.xml"}
     assert Config().env.scenario == "corridor" and scenario_hashes("corridor") == {}
+
+
+FLOW = '<flow id="{0}" begin="{1}" end="{2}" vehsPerHour="900"><route edges="in out"/></flow>'
+
+
+@pytest.mark.parametrize("begins, lost", [((0, 60, 30), True), ((0, 30, 60), False)])
+def test_traffic_that_sumo_leaves_out_is_told(road, capfd, tmp_path, begins, lost):
+    """SUMO ignores what is not sorted by departure, and its warning was switched off: another demand was scored."""
+    flows = "".join(FLOW.format(i, begin, begin + 20) for i, begin in enumerate(begins))
+    path = road(LIGHT, STRAIGHT.format(1), flows, '<time><begin value="0:00:00"/></time>')
+    check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
+    told = capfd.readouterr().err
+    assert ("sorted by departure" in told and path in told) == lost and bool(told) == lost
+
+
+def test_mesoscopic_configurations_are_simulated_vehicle_by_vehicle(road):
+    """Nobody was on a lane: all speeds were 0, and nobody could be commanded."""
+    path = road(LIGHT, STRAIGHT.format(1), FLOW.format("f", 0, 30),
+                '<mesoscopic><mesosim value="true"/></mesoscopic><traci_server><num-clients value="2"/></traci_server>')
+    env = TrafficEnv(load_config("configs/smoke.yaml", [f"env.scenario={path}"]))
+    try:
+        env.reset(seed=1)
+        speeds = [env.command([], [], [], [])[0]["nodes"][:, SPEED].max() for _ in range(15)]
+    finally:
+        env.close()
+    assert max(speeds) > 5
