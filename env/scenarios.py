@@ -75,7 +75,8 @@ def warn_of_lost_traffic(name, arguments, horizon_s):
                               timeout=60)
     except subprocess.TimeoutExpired:
         return
-    said = [line for line in done.stderr.splitlines() if "sorted by departure" in line or line.startswith("Error")]
+    said = [line for line in done.stderr.splitlines()
+            if "sorted by departure" in line or line.startswith("Error") and "mesoscopic" not in line]
     if said:
         print(f"WARNING: scenario {name}: not all of its traffic will be there. SUMO said:", *said, sep="\n",
               file=sys.stderr)
