@@ -72,6 +72,9 @@ def first_weights(model, cfg, folder, phases, say):
         if state is not None:
             checkpoint.load_weights(model, state.get("weights"), schema(cfg), folder / f"phase{phase}")
             say(f"weights: {folder / f'phase{phase}'} (epoch {state.get('epoch')})")
+            room = state.get("config", {}).get("model", {}).get("lane_room_m", cfg.model.lane_room_m)
+            if phase > 1 and room != cfg.model.lane_room_m:
+                say(f"NOTE: it learned with model.lane_room_m={room:g} and goes on with {cfg.model.lane_room_m:g}")
             return
     if not (folder / f"phase{max(phases) + 1}" / "latest").exists():  # else this phase has its own to continue from
         say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
