@@ -253,3 +253,12 @@ def test_of_two_programs_only_one_keeps_its_worker_on_a_processor():
     assert first is not None and claim("of a test") is None
     first.close()
     claim("of a test").close()
+    pools = [make_pool(Config(), 1, 1) for _ in range(2)]
+    try:
+        for pool in pools:
+            pool.reset([1])
+        kept = [len(os.sched_getaffinity(pool.processes[0].pid)) == 1 for pool in pools]
+    finally:
+        for pool in pools:
+            pool.close()
+    assert sum(kept) <= (len(os.sched_getaffinity(0)) > 1)  # none where a program beside the tests has them

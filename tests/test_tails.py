@@ -83,10 +83,17 @@ def test_orders_at_the_end_of_the_acceleration_lane_are_ignored(make):
     collision in one of 24 episodes of the adversary "wander"."""
     env = make(icv_share=0.25, max_vehicles=320, horizon_s=110.0, max_commands=320)
     observation, rng = env.reset(seed=4)[0], np.random.default_rng(4)
-    done = False
+    done, refused, give = False, [], env.orders.give
+
+    def noted(slot, number, following, lane, way, speed, now):
+        place = env.ids.index(env.slots.names[slot])
+        assert now == env.time and way[slot] == pytest.approx(env.scene["lane_end"][place])
+        refused.extend([] if (given := give(slot, number, following, lane, way, speed, now)) else [way[slot]])
+        return given
+    env.orders.give = noted
     while not done:
         observation, _, terminated, done, _ = env.command(*wander(observation, 320, rng))
-    assert env.totals.collisions == 0
+    assert env.totals.collisions == 0 and len(refused) > 20 and min(refused) < 20
 
 
 @pytest.mark.parametrize("route", [0, 1])
