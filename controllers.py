@@ -23,8 +23,7 @@ class PolicyController:
     def __init__(self, cfg, model, num_envs):
         self.k = model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
         model.controller.accel_limit, model.safety_shield.cfg = cfg.evaluate.accel_limit, cfg.shield
-        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, shield=cfg.shield.enabled,
-                             leave_below=cfg.evaluate.leave_below)
+        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
 
     def begin(self, env, seed):

@@ -72,7 +72,7 @@ def warn_of_lost_traffic(name, arguments, horizon_s):
     command = [find_binary("sumo"), *words, "--end", str(start + horizon_s + READ_AHEAD_S)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=sumo_environment(),
-                              timeout=60)
+                              timeout=20)
     except subprocess.TimeoutExpired:
         return
     said = [line for line in done.stderr.splitlines()

@@ -92,10 +92,10 @@ class Driver:
     `leave_below`: only ICVs with a mean speed of at least that many m/s in the next third of the road may be picked.
     """
 
-    def __init__(self, model, num_envs, max_vehicles, device="cpu", shield=True, autocast=contextlib.nullcontext,
+    def __init__(self, model, num_envs, max_vehicles, device="cpu", autocast=contextlib.nullcontext,
                  leave_below=0.0):
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
-        self.shield, self.autocast, self.leave_below = shield, autocast, leave_below
+        self.autocast, self.leave_below = autocast, leave_below
         self.num_envs = num_envs
         self.forget()
 
@@ -155,11 +155,9 @@ class Driver:
         at = lambda x: x.gather(1, picks)  # noqa: E731
         wanted = acceleration(choice["u"], self.model.controller.accel_limit)
         wanted = torch.where(choice["pace"], wanted, torch.nan)  # NaN: the driver keeps the speed
-        accel, lane, brake, reason = wanted, choice["lane"], torch.zeros_like(wanted), torch.zeros_like(picks)
-        if self.shield:
-            near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
-            accel, lane, brake, reason = self.model.safety_shield(accel, lane, at(seen["speed"]), near,
-                                                                  at(seen["risk_logit"]))
+        near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
+        accel, lane, brake, reason = self.model.safety_shield(wanted, choice["lane"], at(seen["speed"]), near,
+                                                              at(seen["risk_logit"]))
         slot = torch.where(active, at(seen["slots"]), self.max_vehicles)
         out = {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * active, "wanted": wanted,
                "wanted_lane": choice["lane"]}
