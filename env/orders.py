@@ -1,4 +1,5 @@
-"""Which orders to change lanes are given: not those whose danger neither shield nor driver sees in time."""
+"""Which orders to change lanes are given: no order again that still stands, and none whose danger neither shield nor
+driver sees in time."""
 import numpy as np
 
 from env.tails import stopping_way
@@ -7,25 +8,37 @@ ABREAST_M = 15.0  # who is nearer than that may be in the way of somebody who co
 
 
 class Orders:
-    """Orders to change lanes on a Road that stand, by slot, each for `hold_s` seconds."""
+    """Orders to change lanes on a Road that stand, by slot, each for `env.lane_change_hold_s`. Without the shield every
+    new order is given."""
 
-    def __init__(self, road, slots, hold_s):
-        self.road, self.hold_s = road, hold_s
-        self.target, self.until = np.full(slots, -1), np.zeros(slots)
+    def __init__(self, road, cfg):
+        self.road, self.guarded = road, cfg.shield.enabled
+        self.hold_s, self.interval = cfg.env.lane_change_hold_s, cfg.env.control_interval
+        self.target = np.full(cfg.env.max_vehicles, -1)
+        self.until = np.full(cfg.env.max_vehicles, -np.inf)
+
+    def forget(self, slots):
+        """Other vehicles have these slots now."""
+        self.until[slots] = -np.inf
 
     def give(self, slot, number, following, lane, way, speed, now):
-        """Whether the vehicle in `slot` may be told, at `now` s, to change to lane `number` of its edge; it is noted.
+        """Whether the vehicle in `slot` is told, at `now` s, to change to lane `number` of its edge; it is noted. Not
+        told again is who follows the same order until the next step.
         `following`: the next edge of its route, -1 = none. By slot: `lane`, `way` m to its end, `speed` m/s."""
-        road, on = self.road, lane[slot]
-        edge = road.lane_edge[on]
-        target = road.edge_lanes[edge, number]
-        # SUMO's driver notices the end of a lane when it is there, and stands still at once.
-        ends = following >= 0 and following not in road.link_edge[target]
-        if ends and way[slot] < self.hold_s * speed[slot] + stopping_way(speed[slot]):
+        target = self.road.edge_lanes[self.road.lane_edge[lane[slot]], number]
+        if self.target[slot] == target and self.until[slot] >= now + self.interval - 1e-6:
             return False
-        # Nobody sees who comes from the lane beyond. From the own lane, one follows the other.
-        beyond = (road.lane_edge[lane] == edge) & (lane != on) & (lane != target)
-        if (beyond & (self.target == target) & (self.until > now) & (np.abs(way - way[slot]) < ABREAST_M)).any():
+        if self.guarded and self._dangerous(slot, target, following, lane, way, speed, now):
             return False
         self.target[slot], self.until[slot] = target, now + self.hold_s
         return True
+
+    def _dangerous(self, slot, target, following, lane, way, speed, now):
+        road, on = self.road, lane[slot]
+        # SUMO's driver notices the end of a lane when it is there, and stands still at once.
+        ends = following >= 0 and following not in road.link_edge[target]
+        if ends and way[slot] < self.hold_s * speed[slot] + stopping_way(speed[slot]):
+            return True
+        # Nobody sees who comes from the lane beyond. From the own lane, one follows the other.
+        beyond = (road.lane_edge[lane] == road.lane_edge[on]) & (lane != on) & (lane != target)
+        return (beyond & (self.target == target) & (self.until > now) & (np.abs(way - way[slot]) < ABREAST_M)).any()

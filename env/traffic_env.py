@@ -24,8 +24,8 @@ class TrafficEnv(gymnasium.Env):
     `cfg` is a configs.Config; `folder` is where built-in scenarios are generated (a temporary one by default). SUMO
     starts with the first `reset`. With n variants in `env.suite`, an episode is variant number seed % n. Collisions are
     `terminated`, the time limit is `truncated`. `info["cost"]` is the intervention cost of the step, on what was
-    commanded: (sum |a| + 5 * lane changes) / ICVs present; `info["executed"]` says what SUMO made of it,
-    `info["summary"]` of the last step holds the episode's totals.
+    commanded: (sum |a| + 5 * lane changes) / ICVs present, where a lane change that still stands is neither sent nor
+    counted again; `info["executed"]` says what SUMO made of it, `info["summary"]` of the last step holds the totals.
     """
     metadata = {"render_modes": []}
 
@@ -52,7 +52,7 @@ class TrafficEnv(gymnasium.Env):
         self.routes = Routes(self.road, n, self.env_cfg.step_length if users else None)
         self.speed, self.odometer, self.allowed, self.way = np.zeros((4, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
-        self.route_at, self.orders = np.zeros(n, int), Orders(self.road, n, self.env_cfg.lane_change_hold_s)
+        self.route_at, self.orders = np.zeros(n, int), Orders(self.road, self.cfg)
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -162,8 +162,8 @@ class TrafficEnv(gymnasium.Env):
         return commands, effort / max(int(self.slots.icv.sum()), 1)
 
     def _may_move(self, slot, number):
-        """With the shield: as Orders has it, and not where SUMO's check stays on: who then has to brake may be hit."""
-        return not self.cfg.shield.enabled or not self.checked[slot] and self.orders.give(
+        """As Orders has it, and not where the shield leaves SUMO's check on: who then has to brake may be hit."""
+        return not self.checked[slot] and self.orders.give(
             slot, number, self.routes.flat[self.route_at[slot] + 1], self.lane_at, self.way, self.speed, self.time)
 
     def _observe(self, out=None, first=False):
@@ -189,6 +189,7 @@ class TrafficEnv(gymnasium.Env):
     def _build(self, records, slots, fresh, events, overflow, out):
         """Scene, totals and observation of the vehicles that have slots."""
         edge, before = self.road.lane_edge, self.lane_at[slots]
+        self.orders.forget(slots[fresh])
         self.came[slots] = np.where(fresh, -1, np.where(edge[before] != edge[self.lane], before, self.came[slots]))
         g, surround = self.cfg.graph, self._set_scene(records, slots)
         scene, odometer = self.scene, self.scene["odometer"]

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shield import wander
+from configs import load_config
 from env.lanes import links_of
 from env.orders import Orders
 from env.road import FREE_SPEED, Road
@@ -50,14 +51,22 @@ def test_who_stands_is_not_hidden_by_who_drives_past(speed, leader):
     assert scene.traffic.ahead(scene.lane)[0][0] == leader
 
 
+def stand(road, slots, interval=1.0, shield=True):
+    """Orders that stand 4.5 s."""
+    cfg = load_config("configs/smoke.yaml")
+    cfg.env.max_vehicles, cfg.env.control_interval, cfg.shield.enabled = slots, interval, shield
+    return Orders(road, cfg)
+
+
 @pytest.mark.parametrize("number, way, may", [(0, 70, False), (0, 90, True), (1, 5, True)])
 def test_no_order_to_a_lane_that_ends_before_one_could_stop(number, way, may):
     """At 10 m/s an order of 4.5 s lasts 45 m, and to stop takes 36 m more. Lane 1 leads on to the route's next edge."""
     road = Road.from_lanes([("a_0", 100, []), ("a_1", 100, [("b_0", "")]), ("b_0", 50, [])])
-    orders = Orders(road, 1, 4.5)
+    orders = stand(road, 1)
     by_slot = np.array([road.lane_index["a_1"]]), np.array([way]), np.array([10.0])
     assert orders.give(0, number, road.edge_index["b"], *by_slot, now=0.0) == may
-    assert orders.give(0, number, -1, *by_slot, now=0.0)  # the route ends on this edge
+    assert orders.give(0, number, -1, *by_slot, now=9.0)  # the route ends on this edge
+    assert stand(road, 1, shield=False).give(0, number, road.edge_index["b"], *by_slot, now=0.0)
 
 
 def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
@@ -68,14 +77,31 @@ def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
 
     def give(slot, now):
         return orders.give(slot, 1, -1, lane, way, speed, now)
-    orders = Orders(road, 4, 4.5)
+    orders = stand(road, 4)
     assert give(0, 0.0) and not give(1, 1.0) and give(2, 1.0)  # the third is far away
     assert give(3, 1.0)  # follows the first
     assert give(1, 6.0)  # both orders have ended
     lane[1] = 3  # it has driven on
     assert give(0, 7.0)
     lane[1] = 1
+    orders.forget([0])  # its own order stands
     assert give(0, 8.0)  # the other is there, where everybody sees it
+
+
+@pytest.mark.parametrize("interval, again", [
+    (1.0, [0, 4, 8]), (0.5, [0, 4.5, 9]), (3.0, [0, 3, 6, 9]), (5.0, [0, 5, 10])])
+def test_an_order_that_stands_is_not_given_again(interval, again):
+    """It was sent, and counted in C_int, in every second until the driver had found a gap. Between two orders none is
+    missing: it is told again before it ends."""
+    road = Road.from_lanes([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
+    by_slot = np.array([0, 1]), np.array([50.0, 50.0]), np.zeros(2)
+    for shield in (True, False):
+        orders = stand(road, 2, interval, shield)
+        assert [t for t in np.arange(0, 11, interval) if orders.give(0, 1, -1, *by_slot, now=t)] == again
+    orders = stand(road, 2)
+    assert [orders.give(1, number, -1, *by_slot, now=0.0) for number in (2, 2, 0, 2)] == [True, False, True, True]
+    orders.forget([1])
+    assert orders.give(1, 2, -1, *by_slot, now=0.0)  # another vehicle
 
 
 def test_orders_at_the_end_of_the_acceleration_lane_are_ignored(make):
