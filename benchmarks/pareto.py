@@ -4,9 +4,10 @@
 
 Each limit is a run of its own beside --run, named after both, with that run's configuration or the one of --config:
 the limit holds from the first epoch on. --price adds a run with a constant multiplier instead, for comparison. What is
-trained already is not trained again. Then the policy of phase 2 and those of all limits drive the same held-out
-episodes (evaluate.seeds, or --seeds) of each variant of env.suite; with --cap, each behind evaluate.c_int_cap at its
-own limit. Flagged: a mean C_int more than 5 % above the limit; OCR more than 1 % below no control.
+trained already is not trained again, and refused if its settings were others. Then the policy of phase 2 and those of
+all limits drive the same held-out episodes (evaluate.seeds, or --seeds) of each variant of env.suite; with --cap, each
+behind evaluate.c_int_cap at its own limit. Flagged: a mean C_int more than 5 % above the limit; OCR more than 1 % below
+no control.
 """
 import shutil
 import subprocess
@@ -17,11 +18,12 @@ import torch
 
 from benchmarks.arguments import positive, writable
 from benchmarks.report import finish
-from configs import ConfigError, console, load_config
+from configs import ConfigError, console, load_config, to_dict
 from configs.command_line import parse
 from env.traffic_env import check_scenario
 from env.workers import WorkerError
 from evaluate import evaluate_suite, find_checkpoint, load_policy, parse_seeds
+from runtime import checkpoint
 from runtime.ending import run_script
 from runtime.scores import summarise, with_interval
 from train_ddp import USER_ERRORS
@@ -29,9 +31,24 @@ from train_ddp import USER_ERRORS
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def folder_of(run, name):
+    """Where the run of one limit or price lives."""
+    return run.parent / f"{run.name}-{name}"
+
+
+def refuse_others(folder, cfg):
+    """ConfigError when the phase 3 in `folder`, if there is one, had other numbers than `cfg` (but for its length)."""
+    state = checkpoint.load(folder / "phase3") if (folder / "phase3").is_dir() else None
+    before = state["config"]["phase3"] if state else {}
+    for key, value in to_dict(cfg)["phase3"].items():
+        if key != "epochs" and before.get(key, value) != value:
+            raise ConfigError(f"{folder}: its phase 3 was trained with phase3.{key}={before[key]}, not with {value}; "
+                              "remove this folder to train it again")
+
+
 def train(run, name, config, overrides):
     """Phase 3 in the folder `name` beside `run`, from the phase 2 of `run`; returns that folder."""
-    folder = run.parent / f"{run.name}-{name}"
+    folder = folder_of(run, name)
     if not (folder / "phase2").exists():
         shutil.copytree(run / "phase2", folder / "phase2")
     words = ["--config", config, f"run.folder={run.parent}", f"run.name={folder.name}", *overrides]
@@ -102,8 +119,8 @@ def main():
     if options.price is not None:
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
                                               f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]
-    for words in wanted.values():  # before anything is trained
-        load_config(config, [*options.overrides, *words])
+    for name, words in wanted.items():  # before anything is trained
+        refuse_others(folder_of(run, name), load_config(config, [*options.overrides, *words]))
     folders = {"phase 2": run / "phase2"}
     for name, words in wanted.items():
         folders[name] = train(run, name, config, [*options.overrides, *words]) / "phase3"

@@ -236,6 +236,9 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished):
     before = tree(folders[0] / "phase3")
     assert run(finished.folder, *words, "--cap", "phase3.epochs=1").returncode == 0
     assert not written_since(before, folders[0] / "phase3")
+    other = run(finished.folder, *words, "phase3.lr=0.5")
+    assert other.returncode == 2 and "smoke-limit-0.05: its phase 3 was trained with phase3.lr=" in other.stderr
+    assert not written_since(before, folders[0] / "phase3")
 
 
 def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
