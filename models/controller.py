@@ -196,9 +196,9 @@ class Controller(nn.Module):
 
     def _effort(self, valid, mean, lane_logp, gates):
         """Mean of |acceleration| + LANE_CHANGE per lane change over what the picks could be told, [B], m/s^2, with the
-        accelerations in the centre of their distribution: a cost without noise (Ciosek and Whiteson 2018).
-        Its gradient closes gates and keeps lanes, but leaves the accelerations alone: weaker commands would be cheaper
-        too, down to holding the speed, which costs nothing and is in everybody's way."""
+        accelerations in the centre of their distribution: a cost without noise (Ciosek and Whiteson 2018). Lane changes
+        that still stand count too, not so in the environment. Its gradient closes gates and keeps lanes, but leaves the
+        accelerations alone: weaker ones would be cheaper, down to holding the speed, which is in everybody's way."""
         released, pace = gates.sigmoid().unbind(-1)
         each = pace * acceleration(mean, self.accel_limit).detach().abs() - LANE_CHANGE * lane_logp[..., KEEP].expm1()
         return torch.where(valid, (1 - released) * each, 0.0).sum(-1)
