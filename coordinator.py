@@ -22,7 +22,7 @@ from configs.command_line import parse
 from data.settings import scenario_hashes
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory, machine_memory, oom_kills
-from runtime.resources import claim
+from runtime.resources import claim, share_of_workers
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
@@ -54,15 +54,16 @@ def resource_plan(cfg):
         raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
     gpus = int(probe.stdout) if cfg.run.device != "cpu" else 0
     ranks, learners = cfg.coordinator.nproc or max(gpus, 1), max(gpus, 1)
-    workers, scorers = cfg.rollout.num_workers, cfg.evaluate.workers
-    rollout = {"rollout_workers": workers, "environments": max(workers, 1) * cfg.rollout.num_envs_per_worker}
+    scorers, share = cfg.evaluate.workers, {n: n * share_of_workers(cfg.rollout, n) for n in (ranks, learners)}
+    rollout = {n: {"rollout_workers": share[n], "environments": max(share[n], n) * cfg.rollout.num_envs_per_worker}
+               for n in share}
     plan = {"collect": {"processes": cfg.data.processes, "threads": 1},
             "preprocess": {"processes": 1, "threads": 1},
             "phase1": {"processes": ranks, "threads": threads(cfg.run.threads, ranks), "gpus": gpus},
-            "phase2": {"processes": learners, "threads": threads(cfg.run.threads, learners, workers), "gpus": gpus,
-                       **rollout},
-            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, workers), "gpus": gpus,
-                       **rollout},
+            "phase2": {"processes": learners, "threads": threads(cfg.run.threads, learners, share[learners]),
+                       "gpus": gpus, **rollout[learners]},
+            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, share[ranks]), "gpus": gpus,
+                       **rollout[ranks]},
             "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
             "report": {"processes": 1, "threads": 1}}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
@@ -118,6 +119,8 @@ def run_step(step, command, threads, stop):
             stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()
         stop.child = None
+        if marker.with_name("stopped").exists():  # the signal may have been sent to the step itself
+            stop.asked = True
         said = int(marker.read_text()) if marker.exists() else None
         if code == 1 and stop.asked and not said:  # so torchrun ends after a signal; None: its ranks had not begun
             return INTERRUPTED[0] if said is None else 0

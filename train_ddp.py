@@ -41,10 +41,11 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
-from runtime.rollout import Collector
+from runtime.resources import share_of_workers
+from runtime.rollout import Collector, check_collection
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
-from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs, rescale_values,
-                              run_folder, same_number, save_config, share_of_workers, to_device)
+from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
+                              rescale_values, run_folder, save_config, to_device)
 
 USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError, WriteError)
 
@@ -66,7 +67,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
         logs.append({"loss": loss.detach(), **{k: v.detach() for k, v in log.items() if v.dim() == 0}})
     precision.scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
     if not precision.scaler.is_enabled():
         require_finite(norm, module, logs[-1])
     precision.scaler.step(optimizer)
@@ -217,10 +218,8 @@ def phase3(cfg, team, guard):
     metrics = Metrics(folder, 3, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
     module = wrap(objective, team, cfg.ddp)
-    with make_pool(cfg, share_of_workers(r, team), r.num_envs_per_worker, str(folder / "scenario")) as pool:
-        same_number(team, pool.num_envs)
-        team.say(f"phase 3: {team.world} ranks x {pool.num_envs} environments x {p.fragment_length} steps an epoch, "
-                 f"batch {p.batch_size} x accumulation {p.accumulation} sequences of {p.sequence_length} steps each")
+    with make_pool(cfg, share_of_workers(r, team.local_world), r.num_envs_per_worker, str(folder / "scenario")) as pool:
+        check_collection(cfg, team, pool.num_envs)
         boundary = True
         while c["epoch"] < p.epochs:
             if boundary or c["epoch"] % p.checkpoint_every == 0:

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from configs import ConfigError
 from configs.command_line import parse
+from coordinator import Stop, run_step
 from env.baselines import make_baseline
 from env.traffic_env import check_scenario
 from env.workers import make_pool
@@ -32,11 +33,12 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
-from runtime.rollout import Collector
+from runtime.resources import share_of_workers, threads_per_process
+from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
-from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
-                              save_config, share_of_workers)
+from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs, rescale_values,
+                              run_folder, save_config)
 from train_ddp import TROUBLES, USER_ERRORS, advantages, optimiser_step
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
@@ -54,7 +56,7 @@ def phase2(cfg, team, guard):
     c, metrics = progress.counters, Metrics(folder, 2, team.is_main, cfg.run.tensorboard)
     metrics.drop_after(c["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
-    workers = share_of_workers(cfg.rollout, team)
+    workers = share_of_workers(cfg.rollout, team.local_world)
     kept = Kept(folder / f"warm_start-{team.rank}-of-{team.world}", p.imitate_keep, team.device)
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         boundary = fewer = True
@@ -64,6 +66,7 @@ def phase2(cfg, team, guard):
             if fewer:  # workers than before
                 span = Span(pool.num_envs, team)
                 steps = steps_per_env(p, span, team)
+                note_cut_episodes(cfg, team, 2, steps)
             if boundary:
                 collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
                 collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, c["epoch"])
@@ -108,6 +111,7 @@ def learner(cfg, team, folder):
     model.freeze("risk_gnn", "world_model", "safety_shield")
     model.to(team.device)
     team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
     precision = Precision(cfg.phase2.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.Adam(model.controller.parameters(), cfg.phase2.lr)
@@ -238,19 +242,24 @@ def imitated(cfg, seed):
 
 
 def one_learner_per_gpu(cfg):
-    """Start again under torchrun when there are several GPUs and nobody has done so yet."""
+    """Exit code of the same command under torchrun when there are several GPUs; None when there are not, or somebody
+    has started several learners already. torchrun itself knows success and failure only: the coordinator's way of
+    running a step knows more."""
     gpus = torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     if gpus > 1 and "RANK" not in os.environ:
-        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an iteration may take longer than its 30 s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *sys.argv]
-        os.execv(sys.executable, command)
+        if "EXIT_CODE_FILE" in os.environ:  # below the coordinator
+            os.execv(sys.executable, command)
+        threads = threads_per_process(cfg.run.threads, gpus, cfg.rollout.num_workers)
+        return run_step("phase 2", command, threads, Stop())
 
 
 @record
 def main():
     die_with_launcher()
     cfg = parse(__doc__).config
-    one_learner_per_gpu(cfg)
+    if (code := one_learner_per_gpu(cfg)) is not None:
+        return code
     stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
     try:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank

@@ -41,6 +41,12 @@ def note(code):
     return code
 
 
+def note_stop():
+    """Leave word for the coordinator that a phase was asked to stop before its end: that is no failure either."""
+    if "EXIT_CODE_FILE" in os.environ:
+        Path(os.environ["EXIT_CODE_FILE"]).with_name("stopped").touch()
+
+
 def first_to_speak():
     """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one.
 

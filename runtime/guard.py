@@ -17,6 +17,7 @@ import time
 import torch
 
 from configs import console
+from runtime.ending import note_stop
 from runtime.memory import Sampler, component, process_tree, proportional_mb, tightest, tree_root
 
 MEMORY_STOP = 3  # exit code: stopped by the guard with everything saved
@@ -157,5 +158,7 @@ class MemoryGuard(Sampler):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to those who leave a moment later
             if self.table:
                 print(self.table, flush=True)
+        else:
+            note_stop()
         self.team.say(f"stopped and saved {where}; {console.again()}")
         return self.exit_code

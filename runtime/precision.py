@@ -59,8 +59,10 @@ class HysteresisScaler(torch.amp.GradScaler):
             return False
         self.stuck = self.stuck + 1 if self.overflow else 0
         if self.stuck == MOST_OVERFLOWS:  # on all ranks at the same step
+            why = ("not the scale, but NaN or infinite values." if self.number <= self.amp.min_scale else
+                   "it may be too high still (amp.init_scale, amp.strategy, amp.backoff_factor), or values are NaN.")
             raise FloatingPointError(f"{self.stuck} optimiser steps in a row overflowed, down to a loss scale of "
-                                     f"{self.number:g}: not the scale, but NaN or infinite values. {WHAT_TO_DO}")
+                                     f"{self.number:g}: {why} {WHAT_TO_DO}")
         self.number = self._next_scale(self.overflow)
         super().update(self.number)
         return self.overflow

@@ -16,6 +16,11 @@ def threads_per_process(wanted, ranks, rollout_workers=0):
     return wanted or max(1, (cores - rollout_workers) // ranks)
 
 
+def share_of_workers(rollout, learners):
+    """Rollout processes of each learner of a node, which divide `rollout.num_workers` between them; 0 = in itself."""
+    return max(1, rollout.num_workers // learners) if rollout.num_workers else 0
+
+
 def claim(folder):
     """Keep other processes from writing to `folder` as long as the returned file is open; the kernel lets go of it
     however this process ends. ConfigError when somebody else has it."""

@@ -11,11 +11,33 @@ import time
 import numpy as np
 import torch
 
-from configs import console
+from configs import ConfigError, console
 from runtime.storage import Rollout
 
 STORED = ("picks", "u", "lane", "release", "pace", "log_prob", "value", "cost_value")
 SEQUENCE = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")  # what phase 3 needs of the observation
+
+
+def note_cut_episodes(cfg, team, phase, steps):
+    """Say so where episodes, which begin anew at every checkpoint, never reach their end; `steps` of an iteration."""
+    p, horizon = cfg.phase2 if phase == 2 else cfg.phase3, cfg.env.horizon_s / cfg.env.control_interval
+    between = steps * min(p.checkpoint_every, p.iterations if phase == 2 else p.epochs)
+    if between < horizon:
+        also = ", and the curriculum never advances" if phase == 2 and p.curriculum.enabled else ""
+        team.say(f"NOTE: phase{phase}.checkpoint_every={p.checkpoint_every}: episodes begin anew every {between} "
+                 f"control steps, so the rest of their {horizon:.0f} is never seen{also}")
+
+
+def check_collection(cfg, team, envs):
+    """Before phase 3 begins: what an epoch is; ConfigError where ranks have unequal numbers of environments, and would
+    do unequal numbers of steps."""
+    p = cfg.phase3
+    if len(set(team.gather(envs))) > 1:
+        raise ConfigError(f"phase 3: unequal numbers of environments, {team.gather(envs)} by rank: start as many ranks "
+                          "on each node")
+    team.say(f"phase 3: {team.world} ranks x {envs} environments x {p.fragment_length} steps an epoch, batch "
+             f"{p.batch_size} x accumulation {p.accumulation} sequences of {p.sequence_length} steps each")
+    note_cut_episodes(cfg, team, 3, p.fragment_length)
 
 
 def episode_seed(run_seed, phase, iteration, env, number):

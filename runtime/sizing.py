@@ -2,6 +2,8 @@
 import math
 from typing import NamedTuple
 
+from runtime.resources import share_of_workers
+
 GAIN = 0.95  # of the best rate is enough to save workers
 
 
@@ -68,20 +70,21 @@ def forecast(cfg, speed):
     ranks, learners = cfg.coordinator.nproc or max(speed.gpus, 1), max(speed.gpus, 1)
     steps, d, p1, p2, p3 = cfg.env.horizon_s / cfg.env.control_interval, cfg.data, cfg.phase1, cfg.phase2, cfg.phase3
     r = cfg.rollout
-    envs = max(r.num_workers, 1) * r.num_envs_per_worker
+    workers = {n: max(share_of_workers(r, n), 1) * n for n in (ranks, learners)}
+    envs = workers[ranks] * r.num_envs_per_worker
     episodes = math.ceil(d.samples / d.samples_per_episode)
     train, held_out = d.samples * (1 - d.held_out) / ranks, d.samples * d.held_out / ranks
     batches = train // p1.batch_size
     sequences = p3.fragment_length / p3.sequence_length * envs / ranks
     rounds = p3.passes * (sequences // p3.batch_size)
-    seen = max(p2.train_batch_size, envs * p2.fragment_length)
+    seen = max(p2.train_batch_size, workers[learners] * r.num_envs_per_worker * p2.fragment_length)
     minibatches = p2.epochs * (seen // p2.minibatch_size)
     return {
         "collect": episodes * steps * shared(speed, d.processes),
         "phase1": p1.epochs * (batches * speed.phase1(p1.batch_size) + held_out * speed.phase1.each / 3),
-        "phase2": p2.iterations * (seen / env_rate(speed, r.num_workers, r.num_envs_per_worker, learners)
+        "phase2": p2.iterations * (seen / env_rate(speed, workers[learners], r.num_envs_per_worker, learners)
                                    + minibatches * speed.phase2(p2.minibatch_size / learners)),
-        "phase3": p3.epochs * (p3.fragment_length * envs / env_rate(speed, r.num_workers, r.num_envs_per_worker, ranks)
+        "phase3": p3.epochs * (p3.fragment_length * envs / env_rate(speed, workers[ranks], r.num_envs_per_worker, ranks)
                                + rounds * speed.phase3(p3.batch_size)),
         "evaluate": evaluation(cfg, speed)}
 

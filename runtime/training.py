@@ -43,13 +43,6 @@ def check_shared(folder, team):
                           "all nodes and let run.folder and data.folder lie in it")
 
 
-def same_number(team, envs):
-    """ConfigError where ranks have unequal numbers of environments: then they would do unequal numbers of steps."""
-    if len(set(team.gather(envs))) > 1:
-        raise ConfigError(f"phase 3: unequal numbers of environments, {team.gather(envs)} by rank: start as many ranks "
-                          "on each node")
-
-
 def save_config(cfg, folder):
     """Write config.yaml of a run folder, and print what differs from the defaults."""
     dump_config(cfg, folder / "config.yaml")
@@ -118,8 +111,11 @@ class Progress:
         if state is None:
             return False
         checkpoint.load_weights(self.model, state.get("weights"), schema(self.cfg), self.folder)
+        decay = [group["weight_decay"] for group in self.optimizer.param_groups]  # may have been changed since
         try:
             self.optimizer.load_state_dict(state["optimizer"])
+            for group, own in zip(self.optimizer.param_groups, decay):
+                group["weight_decay"] = own
             check_moments(self.optimizer)
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
@@ -181,11 +177,16 @@ def mean_logs(team, logs):
 
     What PPO sums over picks comes back as a mean over all picks, however they are spread over steps and ranks.
     """
-    local = [torch.stack([log[name] for log in logs]).double().mean().to(team.device) for name in logs[0]]
+    local = [_mean(torch.stack([log[name] for log in logs]).double()).to(team.device) for name in logs[0]]
     means = {name: total / team.world for name, total in zip(logs[0], team.all_sum(torch.stack(local)))}
     picks = max(means.pop("picks", 0.0), 1e-9)
     means = {name: mean / picks if name in ("kl", "clip_share") else mean for name, mean in means.items()}
     return {**means, **gpu_use(team.device)}
+
+
+def _mean(values):
+    finite = values[values.isfinite()]  # the gradient norm of a step that overflowed, and was skipped, is not
+    return (finite if len(finite) else values).mean()
 
 
 def gpu_use(device):
@@ -216,18 +217,13 @@ def episode_facts(team, facts):
     return result
 
 
-def share_of_workers(rollout, team):
-    """Rollout processes of this rank: the node's workers are divided between its learners."""
-    return max(1, rollout.num_workers // team.local_world) if rollout.num_workers else 0
-
-
 def compile_gnn(gnn, wanted, say, backend="inductor"):
     """torch.compile the risk GNN, the largest part of every forward pass, if `wanted` and possible, else say why."""
     if not wanted:
         return
     n, k, device = 16, 4, next(gnn.parameters()).device
     parts = torch.zeros(1, n, 9), torch.zeros(1, n, 14), torch.zeros(1, n, k, 4), torch.full((1, n, k), -1)
-    trial = copy.deepcopy(gnn)
+    trial = copy.deepcopy(gnn).requires_grad_(True)  # phase 3 has frozen it
     trial.compile(backend=backend, dynamic=True)
     try:
         trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()

@@ -25,7 +25,7 @@ from data.preprocess import _ranges, destinations, preprocess
 from env.launch import SumoError
 from env.scenarios import build_scenario
 from env.workers import WorkerError
-from runtime import checkpoint, distributed, resources, training
+from runtime import checkpoint, distributed, resources, rollout, training
 from runtime.checkpoint import CheckpointError
 from runtime.storage import SpillError
 
@@ -217,7 +217,8 @@ CASES = [
      ["policy", "--checkpoint RUN"]),
     ("no checkpoint there; expected", lambda t, m, r: evaluation("--checkpoint", str(t)),
      ["expected a run folder", "phaseN"]),
-    ("unequal numbers", lambda t, m, r: training.same_number(SimpleNamespace(gather=lambda envs: [envs, 3]), 2),
+    ("unequal numbers", lambda t, m, r: rollout.check_collection(load_config("configs/smoke.yaml"), SimpleNamespace(
+        gather=lambda envs: [envs, 3]), 2),
      ["[2, 3]", "by rank", "as many ranks on each node"]),
     ("cannot be written to: {error", lambda t, m, r: resources.claim(_written(t / "file", "") / "run"),
      ["file/run", "cannot be written to", "Not a directory"]),

@@ -1,0 +1,123 @@
+"""Settings that were not heard, or heard otherwise than meant."""
+import copy
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import coordinator
+import train_ddp
+import train_rl
+from configs import Config, load_config
+from models.presets import PRESETS
+from models.risk_gnn import RiskGNN
+from runtime import distributed
+from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, Precision
+from runtime.rollout import note_cut_episodes
+from runtime.training import Progress, compile_gnn, mean_logs
+
+ALONE = distributed.Team(0, 1, 0, 1, torch.device("cpu"))
+
+
+class Square(nn.Module):
+    """A loss whose gradient is (2, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self):
+        return self.w.square().sum(), {}
+
+
+def test_no_gradient_norm_limit():
+    """clip_norm=0 left every weight as it was, with a healthy gradient norm in the log; elsewhere 0 means "none"."""
+    module = Square()
+    _, norm, _ = train_ddp.optimiser_step(module, [()], torch.optim.SGD([module.w], 0.1),
+                                          Precision(Config().phase1.amp, ALONE.device), 0.0)
+    torch.testing.assert_close((norm, module.w.detach()), (torch.tensor(20.0).sqrt(), torch.tensor([0.8, 1.6])))
+
+
+def test_a_changed_weight_decay_counts_when_a_phase_goes_on(tmp_path):
+    """The optimiser's old one came back with its state, under a config.yaml that named the new one."""
+    def progress(decay):
+        model = Square()
+        return Progress(Config(), ALONE, tmp_path / "phase1", model, torch.optim.AdamW([model.w], weight_decay=decay),
+                        Precision(Config().phase1.amp, ALONE.device).scaler)
+    first = progress(0.01)
+    first.save()
+    first.lock.close()
+    again = progress(0.5)
+    assert again.resume() and [group["weight_decay"] for group in again.optimizer.param_groups] == [0.5]
+
+
+def test_a_skipped_step_does_not_hide_the_gradient_norm_of_the_others():
+    """One overflow in an epoch made its mean infinite, which the metrics leave out."""
+    logs = [{"grad_norm": torch.tensor(x), "loss": torch.tensor(1.0)} for x in (0.5, math.inf, 1.5)]
+    assert mean_logs(ALONE, logs) == {"grad_norm": 1.0, "loss": 1.0}
+    assert mean_logs(ALONE, logs[1:2])["grad_norm"] == math.inf
+
+
+def test_a_frozen_network_can_be_compiled_too():
+    """Phase 3 blamed the compiler: "element 0 of tensors does not require grad"."""
+    gnn, said = RiskGNN(PRESETS["small"]).requires_grad_(False), []
+    compile_gnn(gnn, True, said.append, backend="eager")
+    assert said == ["torch.compile: the risk GNN is compiled"] and not any(p.requires_grad for p in gnn.parameters())
+
+
+@pytest.mark.parametrize("strategy, words", [("static", "may be too high still"), ("dynamic", "not the scale")])
+def test_overflows_in_a_row_blame_the_scale_where_it_never_fell(strategy, words):
+    amp = copy.deepcopy(Config().phase1.amp)
+    amp.strategy, weight = strategy, nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight], 0.1), HysteresisScaler("cpu", amp, True)
+    with pytest.raises(FloatingPointError, match=words):
+        for _ in range(MOST_OVERFLOWS):
+            scaler.scale((weight * math.inf).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@pytest.mark.parametrize("every, stages, words", [(3, False, ""), (2, False, "every 40 control steps, so the rest of"),
+                                                  (2, True, "the curriculum never advances")])
+def test_episodes_that_no_checkpoint_lets_end_are_told(every, stages, words):
+    """With checkpoint_every=1 the default configuration trained on the first 400 of 900 s only, without a word."""
+    said, cfg = [], load_config("configs/smoke.yaml", [f"phase2.checkpoint_every={every}", "phase2.iterations=9"])
+    cfg.phase2.curriculum.enabled = stages
+    note_cut_episodes(cfg, SimpleNamespace(say=said.append), 2, 20)
+    assert len(said) == bool(words) and words in "".join(said)
+
+
+@pytest.mark.parametrize("workers, ranks, planned, envs", [(3, 2, 2, 4), (4, 2, 4, 8), (1, 2, 2, 4), (0, 2, 0, 4)])
+def test_the_plan_counts_the_workers_that_learners_start(monkeypatch, workers, ranks, planned, envs):
+    """Three workers of two learners were planned, timed and documented; one of each was started."""
+    monkeypatch.setattr(coordinator.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0, stdout="2"))
+    cfg = load_config("configs/smoke.yaml", [f"rollout.num_workers={workers}", "rollout.num_envs_per_worker=2",
+                                             "run.device=auto", f"coordinator.nproc={ranks}"])
+    for phase in ("phase2", "phase3"):
+        plan = coordinator.resource_plan(cfg)[phase]
+        assert (plan["rollout_workers"], plan["environments"]) == (planned, envs)
+
+
+def test_a_stop_of_the_step_itself_is_no_end_of_it():
+    """SIGTERM to train_rl.py, not to the coordinator: half trained, it counted as done and the next phase began."""
+    stop = SimpleNamespace(asked=False, child=None)
+    step = [sys.executable, "-c", "from runtime.ending import note, note_stop; note_stop(); note(0)"]
+    assert coordinator.run_step("phase2", step, 1, stop) == 0 and stop.asked
+
+
+def test_one_command_for_several_gpus_keeps_its_exit_codes(monkeypatch):
+    """`python train_rl.py` became torchrun, which ends with 1 whatever its ranks say."""
+    calls, cfg = [], load_config("configs/smoke.yaml", ["run.device=auto"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(train_rl, "run_step", lambda step, command, *_: calls.append(command) or 3)
+    monkeypatch.setattr(os, "execv", lambda program, command: calls.append(command))
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
+    assert train_rl.one_learner_per_gpu(cfg) == 3 and "--nproc_per_node=2" in calls[0]
+    monkeypatch.setenv("RANK", "0")
+    assert train_rl.one_learner_per_gpu(cfg) is None and len(calls) == 1
