@@ -7,13 +7,13 @@ matplotlib installed, the curves are drawn beside the JSON file.
 """
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.arguments import writable
+from benchmarks.phases import train
 from configs import ConfigError
 from configs.command_line import parse
 from evaluate import parse_seeds
@@ -21,17 +21,15 @@ from runtime.ending import run_script
 from runtime.metrics import read_metrics
 from runtime.scores import mean_ci, with_interval
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def train(cfg, options, seed):
+def train_seed(cfg, options, seed):
     """Run phase 2 with one seed (or continue it); returns its records."""
     source, name = Path(cfg.run.folder) / cfg.run.name, f"{cfg.run.name}-seed{seed}"
     target = Path(cfg.run.folder) / name
     if (source / "phase1").is_dir() and not (target / "phase1").exists():
         shutil.copytree(source / "phase1", target / "phase1")
-    subprocess.run([sys.executable, str(ROOT / "train_rl.py"), "--config", options.config_file, *options.overrides,
-                    f"run.name={name}", f"run.seed={seed}"], check=True)
+    train(cfg, name, "train_rl.py", "--config", options.config_file, *options.overrides, f"run.name={name}",
+          f"run.seed={seed}")
     return [row for row in read_metrics(target / "metrics.jsonl") if row["phase"] == 2]
 
 
@@ -68,7 +66,7 @@ def main():
     options = parse(__doc__, add=add)
     seeds, curves, minutes, table = parse_seeds(options.seeds), {}, {}, []
     for seed in seeds:
-        rows = train(options.config, options, seed)
+        rows = train_seed(options.config, options, seed)
         curves[seed] = [row["return"] for row in rows if row.get("return") is not None]
         minutes[seed] = sum(row["time_collect"] + row["time_learn"] for row in rows) / 60
         first, last = compare(rows)

@@ -10,15 +10,15 @@ behind evaluate.c_int_cap at its own limit. Flagged: a mean C_int more than 5 % 
 no control.
 """
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
 from benchmarks.arguments import positive, writable
+from benchmarks.phases import train
 from benchmarks.report import finish
-from configs import ConfigError, console, load_config, to_dict
+from configs import ConfigError, load_config, to_dict
 from configs.command_line import parse
 from env.traffic_env import check_scenario
 from env.workers import WorkerError
@@ -28,7 +28,10 @@ from runtime.ending import run_script
 from runtime.scores import summarise, with_interval
 from train_ddp import USER_ERRORS
 
-ROOT = Path(__file__).resolve().parent.parent
+# What a phase 3 does not depend on, but for the keys that it does.
+UNHEARD = ("run.", "baselines.", "data.", "ddp.", "rollout.", "phase1.", "phase3.epochs", "profile.", "memory.",
+           "checkpoint.", "evaluate.", "coordinator.", "env.backend", "env.call_timeout_s", "env.start_timeout_s")
+HEARD = ("run.seed", "evaluate.accel_limit", "evaluate.leave_below")
 
 
 def folder_of(run, name):
@@ -36,25 +39,45 @@ def folder_of(run, name):
     return run.parent / f"{run.name}-{name}"
 
 
-def refuse_others(folder, cfg):
-    """ConfigError when the phase 3 in `folder`, if there is one, had other numbers than `cfg` (but for its length)."""
+def refuse_others(folder, run, cfg):
+    """ConfigError when the phase 3 in `folder`, if there is one, was trained with other settings than `cfg` (but for
+    its length), or from another phase 2 than that of `run`."""
     state = checkpoint.load(folder / "phase3") if (folder / "phase3").is_dir() else None
-    before = state["config"]["phase3"] if state else {}
-    for key, value in to_dict(cfg)["phase3"].items():
-        if key != "epochs" and before.get(key, value) != value:
-            raise ConfigError(f"{folder}: its phase 3 was trained with phase3.{key}={before[key]}, not with {value}; "
-                              "remove this folder to train it again")
+    if state is None:
+        return
+    before = dict(settings(state["config"]))
+    for key, value in settings(to_dict(cfg)):
+        if before.get(key, value) != value:
+            raise ConfigError(f"{folder}: its phase 3 was trained with {key}={before[key]}, not with {value}; remove "
+                              "this folder to train it again")
+    if newest(folder / "phase2") != newest(run / "phase2"):
+        raise ConfigError(f"{folder}: its phase 3 was trained from another phase 2 than {run / 'phase2'}; remove this "
+                          "folder to train it again")
 
 
-def train(run, name, config, overrides):
+def settings(tree, above=""):
+    """(dotted key, value) of what the outcome of a phase 3 depends on, of a configuration as nested dictionaries."""
+    for name, value in tree.items():
+        key = above + name
+        if isinstance(value, dict):
+            yield from settings(value, f"{key}.")
+        elif key in HEARD or not key.startswith(UNHEARD):
+            yield key, value
+
+
+def newest(phase):
+    """What the manifest of a phase's newest checkpoint says."""
+    return (phase / (phase / "latest").read_text().strip() / "manifest.json").read_text()
+
+
+def train_limit(cfg, run, name, config, overrides):
     """Phase 3 in the folder `name` beside `run`, from the phase 2 of `run`; returns that folder."""
     folder = folder_of(run, name)
-    if not (folder / "phase2").exists():
+    if not (folder / "phase3").exists():
+        shutil.rmtree(folder / "phase2", ignore_errors=True)
         shutil.copytree(run / "phase2", folder / "phase2")
-    words = ["--config", config, f"run.folder={run.parent}", f"run.name={folder.name}", *overrides]
-    console.say(f"\n{name}: {' '.join(overrides)}")
-    if subprocess.run([sys.executable, str(ROOT / "train_ddp.py"), "--phase", "3", *words]).returncode:
-        raise ConfigError(f"{folder}: phase 3 failed; its message stands above")
+    train(cfg, name, "train_ddp.py", "--phase", "3", "--config", config, f"run.folder={run.parent}",
+          f"run.name={folder.name}", *overrides)
     return folder
 
 
@@ -120,10 +143,10 @@ def main():
         wanted[f"price-{options.price:g}"] = [f"phase3.multiplier_init={options.price}", "phase3.multiplier_lr=0",
                                               f"phase3.multiplier_max={max(options.price, cfg.phase3.multiplier_max)}"]
     for name, words in wanted.items():  # before anything is trained
-        refuse_others(folder_of(run, name), load_config(config, [*options.overrides, *words]))
+        refuse_others(folder_of(run, name), run, load_config(config, [*options.overrides, *words]))
     folders = {"phase 2": run / "phase2"}
     for name, words in wanted.items():
-        folders[name] = train(run, name, config, [*options.overrides, *words]) / "phase3"
+        folders[name] = train_limit(cfg, run, name, config, [*options.overrides, *words]) / "phase3"
     torch.set_num_threads(1)
     models = {name: load_policy(*find_checkpoint(folder))[0] for name, folder in folders.items()}
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False

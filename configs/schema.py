@@ -56,7 +56,7 @@ class EnvConfig:
     max_commands: int = opt(5, "K: ICVs commanded per control step at most; 1000 = all", low=0, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: no comfort limit of braking; safe-speed check at "
                               "crossings and among sublanes only (if shielded)", low=0, high=127)
-    lane_change_mode: int = opt(1621, "SUMO lane-change mode of commanded ICVs (1621 = SUMO's default)", low=0)
+    lane_change_mode: int = opt(1621, "SUMO lane-change mode of ICVs with a commanded speed (1621: SUMO's)", low=0)
     lane_change_hold_s: float = opt(4.5, "how long a commanded lane is held and not sent again, s", low=0.1)
     teleport_s: float = opt(300.0, "SUMO teleports a vehicle that waits longer, s; negative = never", low=-1)
     terminate_on_collision: bool = opt(True, "a collision ends a training episode (evaluation only counts it)")

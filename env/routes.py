@@ -6,15 +6,20 @@ from env.sumo import SAFE_SPEED
 # Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
 # deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
 STOPPING = 5
+LONGEST_S = 1.0  # control interval for which the shield alone prevents collisions; at 2 s some drive into who cuts in
 
 
 class Routes:
     """By slot: metres (length of the whole route) and start (place of the route in `flat`, one array of edge numbers
     in which two -1 end each route); checks: bits of SUMO's speed mode that stay on for who had a stop ahead when it
-    came, or acts less often than every `step` s, which is asked where `step` is given."""
+    came, or acts less often than SUMO's steps, which is asked in users' scenarios; for everybody where the shield,
+    which knows one step's leaders, is asked less often than it was proven for."""
 
-    def __init__(self, road, slots, step=None):
-        self.step, self.checks = step, np.zeros(slots, int)
+    def __init__(self, road, cfg):
+        e, slots = cfg.env, cfg.env.max_vehicles
+        self.step = e.step_length if e.scenario.endswith(".sumocfg") else None  # built-in vehicles have no such habits
+        self.always = SAFE_SPEED * (cfg.shield.enabled and e.control_interval > LONGEST_S)
+        self.checks = np.full(slots, self.always)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres = np.zeros(slots, int), np.ones(slots)
@@ -24,7 +29,7 @@ class Routes:
         habits of `new_icvs` [N]: a question each, because only who is commanded matters."""
         for i in np.flatnonzero(new_icvs) if self.step else ():
             stops, acts_every = simulator.habits(ids[i])  # to who acts seldom, a command comes late
-            self.checks[slots[i]] = STOPPING * stops | SAFE_SPEED * (acts_every > self.step + 1e-6)
+            self.checks[slots[i]] = STOPPING * stops | SAFE_SPEED * (acts_every > self.step + 1e-6) | self.always
         of_slot = self.of_slot
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
                    if of_slot[slot] != route]

@@ -48,8 +48,7 @@ class TrafficEnv(gymnasium.Env):
         self._start_traffic()
         n = self.env_cfg.max_vehicles
         self.slots = Slots(n, self.seed, self.env_cfg.icv_share)
-        users = self.env_cfg.scenario.endswith(".sumocfg")  # built-in vehicles neither stop nor act seldom
-        self.routes = Routes(self.road, n, self.env_cfg.step_length if users else None)
+        self.routes = Routes(self.road, self.cfg)
         self.speed, self.odometer, self.allowed, self.way = np.zeros((4, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.route_at, self.orders = np.zeros(n, int), Orders(self.road, self.cfg)

@@ -236,8 +236,15 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished):
     before = tree(folders[0] / "phase3")
     assert run(finished.folder, *words, "--cap", "phase3.epochs=1").returncode == 0
     assert not written_since(before, folders[0] / "phase3")
-    other = run(finished.folder, *words, "phase3.lr=0.5")
-    assert other.returncode == 2 and "smoke-limit-0.05: its phase 3 was trained with phase3.lr=" in other.stderr
+    for setting in ("phase3.lr=0.5", "evaluate.leave_below=25.0", "run.seed=9"):
+        other = run(finished.folder, *words, setting)
+        assert other.returncode == 2 and "smoke-limit-0.05: its phase 3 was trained with " + setting.split("=")[0] in (
+            other.stderr)
+    copy = folders[0] / "phase2"
+    manifest = copy / (copy / "latest").read_text().strip() / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    other = run(finished.folder, *words)
+    assert other.returncode == 2 and "trained from another phase 2 than runs/smoke/phase2" in other.stderr
     assert not written_since(before, folders[0] / "phase3")
 
 
