@@ -73,7 +73,7 @@ def newest(phase):
 def train_limit(cfg, run, name, config, overrides):
     """Phase 3 in the folder `name` beside `run`, from the phase 2 of `run`; returns that folder."""
     folder = folder_of(run, name)
-    if not (folder / "phase3").exists():
+    if not (folder / "phase3" / "latest").exists():  # else it goes on from its own
         shutil.rmtree(folder / "phase2", ignore_errors=True)
         shutil.copytree(run / "phase2", folder / "phase2")
     train(cfg, name, "train_ddp.py", "--phase", "3", "--config", config, f"run.folder={run.parent}",
