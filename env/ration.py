@@ -1,23 +1,25 @@
-"""A cap on C_int that holds in every episode: commands that would cost more are not sent."""
+"""A cap on C_int in every episode: commands that would cost more are not sent."""
 import numpy as np
 
 from env.graph import NODE
 from env.spaces import KEEP, LANE_CHANGE
 
 LANE = NODE.index("lane")
+CREDIT = 0.5  # share of what the rest of the episode will earn, should as many ICVs stay, that may be spent now
 
 
 class Rationed:
-    """A controller whose C_int stays within `evaluate.c_int_cap` at every moment of an episode.
+    """A controller whose C_int is at most `evaluate.c_int_cap` when an episode ends.
 
-    Every ICV earns the cap in every control step; commands are paid for from what has been earned so far, in the
-    controller's own order (a token bucket: what is saved while traffic flows is there for the jam). Who cannot be paid
-    for is left to SUMO's driver. Nobody is told again to change lanes while the driver still follows the same order.
+    Every ICV earns the cap in every control step; commands are paid for, in the controller's own order, from what has
+    been earned and from an advance on the rest of the episode, because a jam is cheaper to prevent than to live with.
+    The advance is repaid as long as half of the ICVs stay. Who cannot be paid for is left to SUMO's driver. Nobody is
+    told again to change lanes while the driver still follows the same order.
     """
 
     def __init__(self, controller, cfg):
         self.controller, self.cap, self.budgets = controller, cfg.evaluate.c_int_cap, {}
-        self.slots = cfg.env.max_vehicles
+        self.slots, self.steps = cfg.env.max_vehicles, round(cfg.env.horizon_s / cfg.env.control_interval)
         self.hold = int(cfg.env.lane_change_hold_s / cfg.env.control_interval)
         if hasattr(controller, "scores"):
             self.scores = controller.scores
@@ -25,7 +27,7 @@ class Rationed:
     def begin(self, env, seed):
         """A new episode in environment number `env`, with a budget of its own."""
         self.controller.begin(env, seed)
-        self.budgets[env] = Budget(self.slots, self.hold)
+        self.budgets[env] = Budget(self.slots, self.hold, self.steps)
 
     def act(self, observation, env):
         """The controller's commands, without those that are not paid for."""
@@ -37,17 +39,19 @@ class Rationed:
 
 
 class Budget:
-    """What commands may still cost in one episode, and which lane changes still stand, by slot."""
+    """What commands may still cost in one episode of `steps` control steps, and which lane changes still stand (for
+    `hold` steps), by slot. `left` is what has been earned and not spent, below 0 where an advance was taken."""
 
-    def __init__(self, slots, hold):
-        self.left, self.step, self.hold = 0.0, -1, hold
+    def __init__(self, slots, hold, steps=0):
+        self.left, self.advance, self.step, self.hold, self.steps = 0.0, 0.0, -1, hold, steps
         self.lane, self.told, self.since = np.zeros(slots), np.full(slots, KEEP), np.zeros(slots, int)
 
     def begin_step(self, observation, cap):
         """Earn the step's share, and forget the orders of who has left or is on another lane."""
-        self.step += 1
+        self.step, share = self.step + 1, cap * float(observation["icv"].sum())
         if self.step:  # C_int counts the ICVs that are there after a step, and none was made before the first command
-            self.left += cap * float(observation["icv"].sum())
+            self.left += share
+        self.advance = CREDIT * share * max(self.steps - self.step, 0)
         lane = observation["nodes"][:, LANE].copy()
         self.told[(observation["fresh"] > 0) | (lane != self.lane)] = KEEP
         self.lane = lane
@@ -58,7 +62,7 @@ class Budget:
         if lane == self.told[slot] and self.step < self.since[slot] + self.hold:
             lane = commands["lane"][i] = KEEP
         effort = float(brake if brake > 0 else abs(np.nan_to_num(accel))) + LANE_CHANGE * (lane != KEEP)
-        if effort > self.left:
+        if effort > self.left + self.advance:
             commands["slot"][i], commands["reason"][i] = len(self.told), 0
             return
         self.left -= effort
