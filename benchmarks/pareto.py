@@ -18,8 +18,9 @@ import torch
 from benchmarks.arguments import positive, writable
 from benchmarks.phases import train
 from benchmarks.report import finish
-from configs import ConfigError, load_config, to_dict
+from configs import ConfigError, from_dict, load_config
 from configs.command_line import parse
+from configs.options import leaves
 from env.traffic_env import check_scenario
 from env.workers import WorkerError
 from evaluate import evaluate_suite, find_checkpoint, load_policy, parse_seeds
@@ -45,9 +46,9 @@ def refuse_others(folder, run, cfg):
     state = checkpoint.load(folder / "phase3") if (folder / "phase3").is_dir() else None
     if state is None:
         return
-    before = dict(settings(state["config"]))
-    for key, value in settings(to_dict(cfg)):
-        if before.get(key, value) != value:
+    before = settings(from_dict(state["config"], f"{folder}: config"))
+    for key, value in settings(cfg).items():
+        if before[key] != value:
             raise ConfigError(f"{folder}: its phase 3 was trained with {key}={before[key]}, not with {value}; remove "
                               "this folder to train it again")
     if newest(folder / "phase2") != newest(run / "phase2"):
@@ -55,14 +56,9 @@ def refuse_others(folder, run, cfg):
                           "folder to train it again")
 
 
-def settings(tree, above=""):
-    """(dotted key, value) of what the outcome of a phase 3 depends on, of a configuration as nested dictionaries."""
-    for name, value in tree.items():
-        key = above + name
-        if isinstance(value, dict):
-            yield from settings(value, f"{key}.")
-        elif key in HEARD or not key.startswith(UNHEARD):
-            yield key, value
+def settings(cfg):
+    """{dotted key: value} of what the outcome of a phase 3 depends on."""
+    return {key: value for key, value, _ in leaves(cfg) if key in HEARD or not key.startswith(UNHEARD)}
 
 
 def newest(phase):

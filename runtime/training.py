@@ -177,16 +177,15 @@ def mean_logs(team, logs):
 
     What PPO sums over picks comes back as a mean over all picks, however they are spread over steps and ranks.
     """
-    local = [_mean(torch.stack([log[name] for log in logs]).double()).to(team.device) for name in logs[0]]
+    columns = {name: torch.stack([log[name] for log in logs]).double() for name in logs[0]}
+    if "grad_norm" in columns:  # not of steps that overflowed, and were skipped
+        norms = columns["grad_norm"]
+        columns["grad_norm"] = norms.where(norms.isfinite(), math.nan).nanmean()
+    local = [values.mean().to(team.device) for values in columns.values()]
     means = {name: total / team.world for name, total in zip(logs[0], team.all_sum(torch.stack(local)))}
     picks = max(means.pop("picks", 0.0), 1e-9)
     means = {name: mean / picks if name in ("kl", "clip_share") else mean for name, mean in means.items()}
     return {**means, **gpu_use(team.device)}
-
-
-def _mean(values):
-    finite = values[values.isfinite()]  # the gradient norm of a step that overflowed, and was skipped, is not
-    return (finite if len(finite) else values).mean()
 
 
 def gpu_use(device):
