@@ -210,6 +210,7 @@ def phase3(cfg, team, guard):
     precision = Precision(p.amp, team.device, team.any)
     team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
+    model.freeze("risk_gnn", *["world_model"] * (not p.world_model_weight))  # known to the optimiser: that may change
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
     progress.resume()

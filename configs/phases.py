@@ -135,7 +135,7 @@ class Phase3Config:
     weight_decay: float = opt(0.0, "AdamW weight decay", low=0)
     warmup_steps: int = opt(0, "linear learning-rate warm-up", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit, 0 = none", low=0)
-    world_model_weight: float = opt(0.5, "weight of the auxiliary world-model loss", low=0)
+    world_model_weight: float = opt(0.5, "weight of the auxiliary world-model loss; 0 freezes the world model", low=0)
     risk_weight: float = opt(0.5, "weight of the shield's risk-head loss", low=0)
     checkpointing: bool = opt(True, "recompute the world model's activations in the backward pass")
     limit_start: float = opt(0.2, "first limit of C_int", low=0)

@@ -174,7 +174,6 @@ class ConstrainedLoss(nn.Module):
         model, cfg, (count, target_count, risk_count) = self.model, self.cfg, counts
         embedding = batch["embedding"].float()
         memory = model.world_model.sequence(embedding, batch["before"].float(), batch["fresh"], cfg.checkpointing)
-        aux, _ = world_model_loss(model.world_model, memory, batch, target_count, checkpointing=cfg.checkpointing)
         flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
         seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
                               flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
@@ -184,8 +183,11 @@ class ConstrainedLoss(nn.Module):
                         for x in objectives.within_horizon(flat["conflicts"], flat["target_valid"]))
         known = known & seen["valid"]
         risk = objectives.conflict_loss(seen["risk_logit"], ahead, known, risk_count)
-        loss = loss + cfg.world_model_weight * aux + cfg.risk_weight * risk
-        return loss, {**log, "loss_world_model": aux.detach(), "loss_risk": risk.detach()}
+        loss, log = loss + cfg.risk_weight * risk, {**log, "loss_risk": risk.detach()}
+        if not cfg.world_model_weight:
+            return loss, log
+        aux, _ = world_model_loss(model.world_model, memory, batch, target_count, checkpointing=cfg.checkpointing)
+        return loss + cfg.world_model_weight * aux, {**log, "loss_world_model": aux.detach()}
 
     def _policy_loss(self, seen, flat, count):
         controller, chosen = self.model.controller, stored_choice(flat)

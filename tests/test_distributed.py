@@ -309,6 +309,23 @@ def test_phase_3_decides_in_float32_under_autocast():
     assert inside and not any(inside)
 
 
+def test_phase_3_without_weight_on_the_world_model_does_not_pay_for_it():
+    """Its loss was computed, and its gradient of nothing but zeros: more than half of an optimiser step's time."""
+    gradients = []
+    for weight in (0.0, 0.5):
+        cfg = config()
+        cfg.phase3.world_model_weight = weight
+        model = fresh_model(cfg, "risk_gnn")
+        batch = sequence_batch(0, model)
+        loss, log = ConstrainedLoss(model, cfg.phase2, cfg.phase3)(batch, ConstrainedLoss.counts(batch))
+        loss.backward()
+        assert ("loss_world_model" in log) == (weight > 0)
+        assert all((p.grad is not None) == (weight > 0) for p in model.world_model.parameters())
+        gradients.append({name: p.grad for name, p in model.controller.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=0)
+
+
 def test_accumulation_reduces_gradients_once_per_optimiser_step(ranks):
     """Every bucket goes through the communication hook once in each step, although each step has two micro-batches."""
     for result in ranks.results:
