@@ -95,6 +95,15 @@ class Road:
         """Whether the edge of a lane has one with this number, open to cars."""
         return 0 <= number < self.lane_count[lane] and not self.closed[self.edge_lanes[self.lane_edge[lane], number]]
 
+    def between(self, edge, following):
+        """Junction lanes that a vehicle drives over from an edge to the next of its route."""
+        start = self.edge_lanes[edge][self.edge_lanes[edge] >= 0]
+        lane, lanes = self.link_lane[start][self.link_edge[start] == following][:1], []
+        while len(lane) and lane[0] >= 0 and self.internal[lane[0]]:
+            lanes.append(int(lane[0]))
+            lane = self.link_lane[lane[0], :1]
+        return lanes
+
     def neighbour_lane(self, lane, side):
         """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
         return self.beside[side][lane]

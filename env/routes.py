@@ -10,8 +10,9 @@ LONGEST_S = 1.0  # control interval for which the shield alone prevents collisio
 
 
 class Routes:
-    """By slot: metres (length of the whole route) and start (place of the route in `flat`, one array of edge numbers
-    in which two -1 end each route); checks: bits of SUMO's speed mode that stay on for who had a stop ahead when it
+    """By slot: metres (length of the whole route), on_edges (without its junctions, which the observation's progress
+    leaves out: policies learned so), and start (place of the route in `flat`, one array of edge numbers in which two -1
+    end each route); checks: bits of SUMO's speed mode that stay on for who had a stop ahead when it
     came, or acts less often than SUMO's steps, which is asked in users' scenarios; for everybody where the shield,
     which knows one step's leaders, is asked less often than it was proven for."""
 
@@ -22,7 +23,8 @@ class Routes:
         self.checks = np.full(slots, self.always)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
-        self.start, self.metres = np.zeros(slots, int), np.ones(slots)
+        self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
+        self.junctions = {}  # {(edge, next edge): metres between them}
 
     def follow(self, simulator, ids, routes, slots, new_icvs):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
@@ -38,13 +40,19 @@ class Routes:
             self.known[route] = self._place(tuple(edges))
         for slot, _, route in changed:
             of_slot[slot] = route
-            self.start[slot], self.metres[slot] = self.known[route]
+            self.start[slot], self.metres[slot], self.on_edges[slot] = self.known[route]
 
     def _place(self, edges):
-        """(place in `flat`, length m) of a sequence of edges; several route ids may share one."""
+        """(place in `flat`, metres, metres on edges) of a sequence of edges; several route ids may share one."""
         if edges not in self.places:
             numbers = [self.road.edge_index[edge.decode()] for edge in edges]
-            metres = self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum() if numbers else 1.0
-            self.places[edges] = len(self.flat), max(float(metres), 1.0)
+            metres = float(self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum()) if numbers else 1.0
+            whole = metres + sum(self._junction(*pair) for pair in zip(numbers, numbers[1:]))
+            self.places[edges] = len(self.flat), max(whole, 1.0), max(metres, 1.0)
             self.flat = np.concatenate([self.flat, numbers, [-1, -1]]).astype(int)
         return self.places[edges]
+
+    def _junction(self, *edges):
+        if edges not in self.junctions:
+            self.junctions[edges] = float(self.road.lane_length[self.road.between(*edges)].sum())
+        return self.junctions[edges]

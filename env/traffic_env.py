@@ -218,7 +218,7 @@ class TrafficEnv(gymnasium.Env):
         scene["x"], scene["y"] = records["xy"].T
         scene["lane"], scene["icv"] = road.driving_number[lane], self.slots.icv[slots]
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
-        scene["progress"] = scene["odometer"] / self.routes.metres[slots]
+        scene["progress"] = scene["odometer"] / self.routes.on_edges[slots]
         self.route_at[slots] = self.routes.start[slots] + records["route_index"]
         return graph.surround_features(
             Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,

@@ -125,10 +125,7 @@ def main_road(road, routes, seen):
     start, at = np.full(len(road.edge_index), np.nan), 0.0
     route = max((list(dict.fromkeys(r)) for r in routes), key=lambda r: seen[r].sum(), default=[])
     for edge, following in zip(route, [*route[1:], *route[:1]]):
-        lanes = road.edge_lanes[edge][road.edge_lanes[edge] >= 0]
-        start[edge], at = at, at + road.lane_length[lanes[0]]
-        inside = road.link_lane[lanes][road.link_edge[lanes] == following][:1]
-        while len(inside) and inside[0] >= 0 and road.internal[inside[0]]:
-            start[road.lane_edge[inside[0]]], at = at, at + road.lane_length[inside[0]]
-            inside = road.link_lane[inside[0], :1]
+        start[edge], at = at, at + road.lane_length[road.edge_lanes[edge, 0]]
+        for lane in road.between(edge, following):
+            start[road.lane_edge[lane]], at = at, at + road.lane_length[lane]
     return start

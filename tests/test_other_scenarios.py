@@ -33,6 +33,20 @@ def test_ring_has_22_vehicles_and_no_exits(make):
     assert info["sigma_v"] < 3 and observation["globals"][graph.GLOBAL.index("mean_speed")] > 1
 
 
+def test_who_arrives_has_driven_just_the_whole_route(make, grid):
+    """The length of a route left out its junctions: on `bottleneck` the reward counted 5 % more than those who arrived,
+    on a grid with blocks of 60 m a third more."""
+    for scenario in ("bottleneck", grid(FLOWS, lanes=2)):
+        env, share, left = make(scenario=scenario), {}, []
+        env.reset(seed=1)
+        for _ in range(150):
+            env.command(*nobody(env))
+            slots = [env.slots.slot_of[name] for name in env.ids]
+            left += [share[name] for name in share.keys() - env.ids]
+            share = dict(zip(env.ids, env.scene["odometer"] / env.routes.metres[slots]))
+        assert len(left) > 10 and 0.9 < np.mean(left) and max(left) < 1.001
+
+
 def test_user_network_with_lights_and_several_types(make, grid):
     env, rng = make(scenario=grid(FLOWS, lanes=2)), np.random.default_rng(0)
     icvs = {}
