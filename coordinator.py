@@ -239,6 +239,7 @@ def pipeline(options, stop):
             return 130
         if stopped:
             saved = "what it had finished is" if code in INTERRUPTED else "everything is"
+            saved = "everything before it is" if step == "evaluate" else saved  # which begins anew
             print(f"\nstopped in {step}; {saved} saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:

@@ -33,7 +33,7 @@ from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
-from runtime.scores import differences, summarise, table
+from runtime.scores import differences, doubts, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
@@ -278,18 +278,13 @@ def main():
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
     print("\n".join([table(summarise(rows)), *paired]))
-    warn_of_empty_roads(rows, scenario)
+    for doubt in doubts(rows, scenario):
+        console.say(f"WARNING: {doubt}")
     if options.out:
         write(options.out, scenario, seeds, rows, log)
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
-
-
-def warn_of_empty_roads(rows, scenario):
-    """Say so where nobody drove: all scores are 0 then."""
-    if not any(row["loaded"] for row in rows):
-        console.say(f"WARNING: {scenario}: nobody drove in any episode; do its `begin` and departures fit together?")
 
 
 def scenarios_of(configs):

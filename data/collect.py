@@ -115,7 +115,8 @@ def run_episodes(cfg, jobs, folder, meanwhile):
 
 def collect_episode(cfg, job, folder):
     """Run one episode and write its chunks; returns the number of samples."""
-    cfg = of_scenario(cfg, job.scenario)
+    variants = of_scenario(cfg, job.scenario).variants()
+    cfg = variants[job.seed % len(variants)]  # as the environment would choose: it may set what is changed now
     cfg.env.demand_scale *= job.demand_scale
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31
     samples, size = _simulate(cfg, job, os.path.join(folder, "scenario")), cfg.data.samples_per_chunk
@@ -159,11 +160,9 @@ def _samples(env, data, controller, job, rng):
     for step in range(1, steps + 1):
         around = observation["surround"][[env.slots.slot_of[name] for name in env.ids]]
         frames.append((env.ids, env.scene, observation["globals"], env.k, env.time, around))
-        while moment < len(wanted) and step >= wanted[moment] and len(frames) == length:
+        if moment < len(wanted) and step >= wanted[moment] and len(frames) == length:
             samples = cut_regions(frames, data, env.road.extent, rng)[:left]
-            if not samples:  # too few vehicles yet: made up for at the next steps
-                break
-            moment, left = moment + 1, left - len(samples)
+            moment, left = moment + bool(samples), left - len(samples)  # too few vehicles: made up for a step later
             yield from ({"episode": job.episode, **sample} for sample in samples)
         command = controller(observation, env.env_cfg.max_commands, rng)
         observation, _, _, truncated, _ = env.command(*command)

@@ -61,25 +61,36 @@ def own_scale(scenario):
         return 1.0
 
 
-def warn_of_lost_traffic(name, arguments, horizon_s):
-    """Pass on SUMO's words where it leaves traffic out of a user's scenario (flows and vehicles that do not stand in
-    the order of their departures; `--no-warnings` hides that) or will not go on with it."""
+def check_traffic(name, arguments, horizon_s):
+    """SumoError where SUMO will not drive a user's scenario to its end, as for a route over edges that do not meet. Its
+    words are passed on where it leaves traffic out (what does not stand in the order of departures; `--no-warnings`
+    hides that)."""
     start = start_of(name) if name not in NETWORKS else None
     if start is None:
         return
-    words = [word for word in arguments if word != "--no-warnings"]
+    words = [word for word in arguments if word != "--no-warnings"] + ["--end", str(start + horizon_s + READ_AHEAD_S)]
     words[words.index("--mesosim") + 1] = "true"  # routes are read as time goes on, and this is the quickest way
-    command = [find_binary("sumo"), *words, "--end", str(start + horizon_s + READ_AHEAD_S)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=sumo_environment(),
-                              timeout=20)
-    except subprocess.TimeoutExpired:
-        return
-    said = [line for line in done.stderr.splitlines()
-            if "sorted by departure" in line or line.startswith("Error") and "mesoscopic" not in line]
+    ended, said = _dry_run(words)
+    if ended:  # would it be so vehicle by vehicle too?
+        words[words.index("--mesosim") + 1] = "false"
+        ended, said_then = _dry_run(words)
+        if ended:
+            raise SumoError("SUMO ends before the episode does. It said:\n" + "\n".join(said_then))
     if said:
         print(f"WARNING: scenario {name}: not all of its traffic will be there. SUMO said:", *said, sep="\n",
               file=sys.stderr)
+
+
+def _dry_run(words):
+    """(whether SUMO refused to go on, what it said about that and about traffic that it left out)."""
+    try:
+        done = subprocess.run([find_binary("sumo"), *words], capture_output=True, text=True, errors="replace",
+                              env=sumo_environment(), timeout=20)
+    except subprocess.TimeoutExpired:
+        return False, []
+    said = [line for line in done.stderr.splitlines()
+            if "sorted by departure" in line or line.startswith("Error") and "mesoscopic" not in line]
+    return done.returncode != 0, said
 
 
 def start_of(scenario):

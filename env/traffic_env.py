@@ -10,10 +10,10 @@ from env.launch import SumoError
 from env.orders import Orders
 from env.road import Road, Traffic
 from env.routes import Routes
-from env.scenarios import build_scenario, warn_of_lost_traffic
+from env.scenarios import build_scenario, check_traffic
 from env.score import EpisodeTotals
 from env.slots import Slots, keep
-from env.spaces import (ACCEL_HIGH, ACCEL_LOW, KEEP, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
+from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
                         empty_observation, observation_space, speed_change, write_observation)
 from env.tails import near_crossing
 
@@ -71,7 +71,7 @@ class TrafficEnv(gymnasium.Env):
     def command(self, slot, accel, lane, brake, out=None):
         """`step` in physical units: accel and brake in m/s^2, each argument of length K; accel NaN leaves the speed to
         SUMO's driver (lane advice only). `out`: arrays of an earlier observation to write the new one into."""
-        was = {int(s): (self.slots.names[s], self.speed[s]) for s in slot if 0 <= s < len(self.speed)}
+        was = {s: (self.slots.names[s], self.speed[s]) for s in map(int, slot) if 0 <= s < len(self.speed)}
         commands, cost = self._commands(slot, accel, lane, brake)
         self._advance(commands, out)
         self.steps += 1
@@ -93,8 +93,8 @@ class TrafficEnv(gymnasium.Env):
             self.simulator.close()
             self.simulator = None
         if self._own_folder is not None:
-            self._own_folder.cleanup()
-            self._own_folder = None
+            self._own_folder.cleanup()  # a later `reset` makes it anew
+            self.built = {}
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
@@ -150,8 +150,9 @@ class TrafficEnv(gymnasium.Env):
                 commands.append(sumo.Accelerate(name, *speed_change(accel, self.speed[slot], self.allowed[slot],
                                                                     e.control_interval, e.step_length)))
                 effort += abs(accel)
-            target = int(self.road.lane_number[self.lane_at[slot]]) + {LEFT: 1, KEEP: 0, RIGHT: -1}[int(lane)]
-            if lane != KEEP and self.road.has_lane(self.lane_at[slot], target) and self._may_move(slot, target):
+            side = {LEFT: 1, RIGHT: -1}.get(int(lane), 0)
+            target = int(self.road.lane_number[self.lane_at[slot]]) + side
+            if side and self.road.has_lane(self.lane_at[slot], target) and self._may_move(slot, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
@@ -242,7 +243,7 @@ def check_scenario(cfg, folder):
     try:
         for variant in range(len(env.variants)):
             env.reset(seed=variant)
-            warn_of_lost_traffic(env.env_cfg.scenario, env.arguments(variant), env.env_cfg.horizon_s)
+            check_traffic(env.env_cfg.scenario, env.arguments(variant), env.env_cfg.horizon_s)
     except SumoError as error:
         raise SumoError(f"scenario {env.env_cfg.scenario}: {error}") from None
     finally:

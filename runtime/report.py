@@ -45,6 +45,7 @@ SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_st
           "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
           "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
           "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
+          "overflow": "vehicles without a slot, times steps",
           "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
           "shield_clips": "commands weakened by the shield", "shield_emergencies": "emergency brakings of the shield"}
 TILES = {"s_total": "S_total, against no control", "ocr_change": "change of vehicles arrived, %", "c_int": "C_int",

@@ -68,3 +68,12 @@ def table(summary):
         cells = [with_interval(controller[key]) for controller in summary.values()]
         lines.append("".join([f"{key:20s}", *(f"{cell:>{width}s}" for cell in cells)]))
     return "\n".join(lines)
+
+
+def doubts(rows, scenario):
+    """What makes the scores of rows worth less than they look, a sentence each."""
+    if not any(row["loaded"] for row in rows):
+        return [f"{scenario}: nobody drove in any episode; do its `begin` and departures fit together?"]
+    unseen = max(row["overflow"] / max(row["steps"], 1) for row in rows)
+    return [f"{scenario}: up to {unseen:.1f} vehicles, mean of an episode, had no slot: but for arrivals nobody "
+            "saw, commanded or counted them; raise env.max_vehicles"] if unseen else []

@@ -1,7 +1,7 @@
 """Small functions that several test files of the environment share."""
 import numpy as np
 
-from env.traffic_env import KEEP
+from env.spaces import KEEP
 
 TYPES = '<vType id="passenger" vClass="passenger"/><vType id="bus" vClass="bus"/>'
 TRIPS = (("car", "passenger", "A0B0", "C2B2", 5), ("taxi", "passenger", "C2B2", "A1A0", 5),

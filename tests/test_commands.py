@@ -6,7 +6,7 @@ import pytest
 
 from env import graph
 from env.baselines import BASELINES, make_baseline
-from env.traffic_env import KEEP, LEFT, RIGHT
+from env.spaces import KEEP, LEFT, RIGHT
 
 from helpers import episode, equal, nobody, only
 
@@ -81,6 +81,15 @@ def test_a_lane_that_does_not_exist_is_no_command(make):
     has_right = rows[-1][0]["surround"][:, graph.SURROUND.index("has_right")] > 0
     slot = np.flatnonzero((rows[-1][0]["icv"] > 0) & ~has_right)[0]
     assert env.command(*only(env, [slot], np.nan, RIGHT))[4]["cost"] == 0
+
+
+def test_odd_lanes_and_slots_are_no_command(make):
+    """A lane that is none of left, keep and right was a KeyError, a slot as a float a TypeError."""
+    env = make()
+    observation = episode(env, 1, 60)[-1][0]
+    slot = np.flatnonzero(observation["icv"])[0]
+    assert env.command([float(slot)], [np.nan], [7], [0.0])[-1]["cost"] == 0.0
+    assert env.command([slot], [np.nan], [-1], [0.0])[-1]["cost"] == 0.0
 
 
 def test_lane_change_is_carried_out(make, grid):

@@ -278,3 +278,25 @@ def test_small_scene_can_be_kept_whole():
     samples = [cut_regions([frame] * 35, data, 2000.0, rng)[0] for _ in range(50)]
     whole = [sample for sample in samples if len(sample["ids"]) == 3]
     assert len(whole) > 40 and all(min(min(sample["lead"])) == -1 for sample in whole)
+
+
+def test_variants_of_a_suite_do_not_cancel_the_demand_scale(tmp_path):
+    """The environment applied the variant's `env.demand_scale` again: episodes "x0.5" and "x1.5" were the same."""
+    found = []
+    for scale in (0.5, 1.5):
+        cfg = config(tmp_path / str(scale), "env.suite=[env.demand_scale=0.9, env.demand_scale=1.1]",
+                     f"data.demand_scales=[{scale}]")
+        (tmp_path / str(scale) / "raw").mkdir(parents=True)
+        collect_episode(cfg, episode_plan(cfg)[0], tmp_path / str(scale) / "raw")
+        found.append({content_hash(sample) for _, sample in raw_samples(tmp_path / str(scale))})
+    assert found[0] and found[1] and not found[0] & found[1]
+
+
+def test_moments_that_were_postponed_are_not_all_the_same(tmp_path):
+    """As soon as there were enough vehicles, every overdue moment was cut from the same frames: duplicates."""
+    cfg = config(tmp_path, "data.samples=8", "data.samples_per_episode=8", "env.demand_scale=0.5",
+                 "data.vehicles=[14,15]")
+    (tmp_path / "raw").mkdir(parents=True)
+    assert collect_episode(cfg, episode_plan(cfg)[0], tmp_path / "raw") == 8
+    times = [sample["time"][0] for _, sample in raw_samples(tmp_path)]
+    assert len(set(times)) == 8 and times[1] - times[0] == 1  # made up for at the next step

@@ -9,7 +9,8 @@ from gymnasium.utils.env_checker import check_env
 from configs.schema import Config
 from env import graph
 from env.baselines import make_baseline
-from env.traffic_env import KEEP, TrafficEnv
+from env.spaces import KEEP
+from env.traffic_env import TrafficEnv
 
 from helpers import episode, equal, nobody, only, random_commands
 

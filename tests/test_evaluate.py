@@ -12,7 +12,7 @@ from env.baselines import mean_speed_ahead
 from env.workers import make_pool
 from controllers import AHEAD, LANES, Audit, PolicyController
 from evaluate import parse_seeds, sweep
-from runtime.scores import differences, mean_ci, student_t, summarise
+from runtime.scores import differences, doubts, mean_ci, student_t, summarise
 
 
 @pytest.mark.parametrize("freedom, quantile", [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262)])
@@ -80,12 +80,14 @@ def test_sweeps_over_what_the_command_line_decides_are_refused(words):
         evaluate.settings(options)
 
 
-def test_roads_without_traffic_are_told(capsys):
-    """A table of zeros looked like a result."""
-    evaluate.warn_of_empty_roads([{"loaded": 0}, {"loaded": 3}], "my.sumocfg")
-    assert capsys.readouterr().out == ""
-    evaluate.warn_of_empty_roads([{"loaded": 0}], "my.sumocfg")
-    assert "my.sumocfg: nobody drove" in capsys.readouterr().out
+def test_scores_that_mean_little_are_doubted():
+    """A table of zeros looked like a result, and so did one of the vehicles for which there was room."""
+    empty, good, full = ({"loaded": n, "overflow": m, "steps": 10} for n, m in ((0, 0), (30, 0), (90, 45)))
+    assert doubts([empty, good], "my.sumocfg") == []
+    nobody, = doubts([empty, empty], "my.sumocfg")
+    assert "my.sumocfg: nobody drove" in nobody
+    many, = doubts([good, full], "my.sumocfg")
+    assert "up to 4.5 vehicles" in many and "env.max_vehicles" in many
 
 
 def test_shield_log_holds_every_override_with_its_reason():

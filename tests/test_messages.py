@@ -243,6 +243,7 @@ ELSEWHERE = [
     ("not to be seen", "test_nodes.py"), ("is too old", "test_damaged_inputs.py"),
     ("not the same folder", "test_nodes.py"), ("see different checkpoints", "test_nodes.py"),
     ("cannot be continued from", "test_damaged_inputs.py"),
+    ("SUMO ends before the episode", "test_users_networks.py"),
     ("netconvert refused", "test_sumo.py"), ("sumo-gui needs a display", "test_report.py"),
     ("expected a file that ends in", "test_report.py"), ("there is no folder", "test_report.py"),
     ("a picture needs", "test_report.py"), ("no episode of", "test_report.py"),

@@ -207,6 +207,15 @@ def python(code):
     return done.stdout.strip()
 
 
+def test_closed_environment_can_be_reset():
+    """Its folder was gone, and SUMO was started with a file in it."""
+    env = make_env(Config())
+    for _ in range(2):
+        env.reset(seed=1)
+        env.close()
+    assert not Path(env.folder).exists()
+
+
 def test_environment_can_be_built_without_sumo():
     out = python("import sys; sys.modules['sumo'] = None\n"  # as if eclipse-sumo were not installed
                  "from configs.schema import Config\n"

@@ -9,7 +9,7 @@ from benchmarks.shield import Adversary
 from configs import load_config
 from configs.schema import Config
 from data.settings import scenario_hashes
-from env.launch import find_binary, sumo_environment
+from env.launch import SumoError, find_binary, sumo_environment
 from env.scenarios import own_scale
 from env.baselines import SPEED
 from env.spaces import speed_change
@@ -180,6 +180,15 @@ def test_traffic_that_sumo_leaves_out_is_told(road, capfd, tmp_path, begins, los
     check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
     told = capfd.readouterr().err
     assert ("sorted by departure" in told and path in told) == lost and bool(told) == lost
+
+
+def test_routes_that_sumo_will_refuse_later_are_refused_at_once(road, tmp_path):
+    """A route over edges that do not meet: "not all of its traffic will be there", then four lost episodes and exit
+    code 1, in each of which SUMO had ended when that vehicle was to depart."""
+    path = road(LIGHT, STRAIGHT.format(1), FLOW.format("f", 0, 30) + '<vehicle id="lost" depart="60"><route '
+                'edges="out in"/></vehicle>')
+    with pytest.raises(SumoError, match="(?s)SUMO ends before the episode does.*lost.*no valid route"):
+        check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
 
 
 def test_mesoscopic_configurations_are_simulated_vehicle_by_vehicle(road):

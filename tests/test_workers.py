@@ -12,7 +12,8 @@ import pytest
 
 import env as env_package
 from configs.schema import Config
-from env.traffic_env import KEEP, TrafficEnv
+from env.spaces import KEEP
+from env.traffic_env import TrafficEnv
 from env import workers as workers_module
 from env.workers import SerialPool, WorkerError, WorkerPool, make_pool
 
