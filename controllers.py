@@ -65,13 +65,15 @@ class BaselineController:
     def act(self, observation, env):
         """Commands and the shield's reasons for one environment: arrays of length K."""
         rule, rng = self.rules[env]
-        slot, wanted, wanted_lane, _ = rule(observation, self.cfg.env.max_commands, rng)
+        slot, wanted, wanted_lane, hard = rule(observation, self.cfg.env.max_commands, rng)
+        slot, wanted = np.where(slot < 0, self.n, slot), np.where(hard > 0, -hard, wanted)
         row = np.minimum(slot, self.n - 1)
         near = torch.from_numpy(observation["surround"][row]).float()
         speed = torch.from_numpy(observation["nodes"][row, SPEED]).float()
         with torch.no_grad():
             checked = self.shield(torch.tensor(wanted, dtype=torch.float32), torch.tensor(wanted_lane), speed, near)
         accel, lane, brake, reason = (x.numpy() for x in checked)
+        brake = brake if self.cfg.shield.enabled else hard
         return {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * (slot < self.n),
                 "wanted": wanted, "wanted_lane": wanted_lane}
 

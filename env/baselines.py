@@ -5,6 +5,7 @@ lane, brake), arrays of length k; a slot outside the observation means "no comma
 use in an episode.
 """
 import functools
+import inspect
 from collections import deque
 
 import numpy as np
@@ -142,11 +143,14 @@ BASELINES = {"none": none, "random": random, "lane_advice": advice, "speed_advic
 
 
 def make_baseline(name, cfg):
-    """Controller `name` with its numbers of the configuration, for one episode: (observation, k, rng) -> commands."""
-    numbers = vars(getattr(cfg.baselines, name)) if hasattr(cfg.baselines, name) else {}
-    if name == "pi_saturation":
-        return PISaturation(cfg.env.control_interval, **numbers)
-    return functools.partial(BASELINES[name], **numbers)
+    """Controller `name` with its numbers of the configuration, for one episode: (observation, k, rng) -> commands. Of a
+    class it is a new instance; one that takes an `interval` is given the control interval, s."""
+    rule, numbers = BASELINES[name], dict(vars(getattr(cfg.baselines, name))) if hasattr(cfg.baselines, name) else {}
+    if not inspect.isclass(rule):
+        return functools.partial(rule, **numbers)
+    if "interval" in inspect.signature(rule).parameters:
+        numbers["interval"] = cfg.env.control_interval
+    return rule(**numbers)
 
 
 def _following(observation):

@@ -11,7 +11,7 @@ from env import baselines
 from env.baselines import BASELINES, PISaturation, make_baseline, mean_speed_ahead
 from env.graph import GLOBAL, NODE, SURROUND
 from env.spaces import KEEP, LEFT
-from controllers import BaselineController
+from controllers import BaselineController, make_controller
 
 from helpers import episode
 
@@ -171,6 +171,56 @@ def test_every_environment_has_a_memory_of_its_own():
                 out[env].append(controller.act(o, env)["wanted"].tolist())
         return out
     assert wanted([0, 1]) == {**wanted([0]), **wanted([1])}
+
+
+# ---- rules of one's own -----------------------------------------------------------------------------------------
+
+class Remembering:
+    """Brakes as often as it was asked, for the vehicle in slot 0; its other commands are none."""
+
+    def __init__(self, interval=None):
+        self.interval, self.asked = interval, 0
+
+    def __call__(self, observation, k, rng):
+        self.asked += 1
+        slot, accel, lane, brake = baselines.commands(observation, k, [0, -1, -500], 0.0)
+        brake[:] = self.asked
+        return slot, accel, lane, brake
+
+
+class WithoutInterval(Remembering):
+    """As above, and the control interval is nothing to it."""
+
+    def __init__(self):
+        super().__init__()
+
+
+@pytest.mark.parametrize("kind, interval", [(Remembering, 0.5), (WithoutInterval, None)])
+def test_a_class_is_one_instance_for_each_episode(monkeypatch, kind, interval):
+    """Only `pi_saturation` was made an instance: another class of one's own was called as if it were a function."""
+    monkeypatch.setitem(BASELINES, "mine", kind)
+    one, other = rule("mine", "env.control_interval=0.5"), rule("mine", "env.control_interval=0.5")
+    one(traffic(0), 4, None)
+    assert (one.interval, one.asked, other.asked) == (interval, 1, 0)
+
+
+@pytest.mark.parametrize("shielded", [True, False])
+def test_brake_of_a_rule_is_sent_and_negative_slots_are_no_command(monkeypatch, shielded):
+    """A rule's `brake` was dropped, and slot -1 counted as an override of the shield and was paid for under a cap."""
+    monkeypatch.setitem(BASELINES, "mine", Remembering)
+    cfg = load_config("configs/default.yaml", [f"env.max_vehicles={N}", "env.max_commands=4", "evaluate.c_int_cap=9",
+                                               f"shield.enabled={shielded}"])
+    capped, o = make_controller(cfg, "mine", {}, 1), traffic(0)
+    o["surround"][:, SURROUND.index("lead_gap")] = np.where(np.arange(N) < N - 1, 500, 0)  # danger for the last slot
+    o["nodes"][:, NODE.index("speed")] = o["surround"][:, SURROUND.index("lead_speed")] = 20.0
+    capped.begin(0, 1)
+    for asked in range(1, 6):
+        sent = capped.act(o, 0)
+        deceleration = np.where(sent["brake"] > 0, sent["brake"], -sent["accel"])
+        assert sent["slot"].tolist() == [0, N, N, N] and deceleration[0] == asked == -sent["wanted"][0]
+        assert not sent["reason"].any()
+    earned = 4 * 9 * o["icv"].sum()  # C_int counts no step yet in the first one
+    assert capped.budgets[0].left == pytest.approx(earned - 15)
 
 
 # ---- advice -----------------------------------------------------------------------------------------------------
