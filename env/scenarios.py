@@ -5,6 +5,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,13 +17,15 @@ from env.launch import SumoError, explained, find_binary, sumo_environment
 from env.networks import NETWORKS
 
 READ_AHEAD_S = 200  # SUMO's `route-steps`
+REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
 
 def build_scenario(cfg, folder):
     """Path of the .sumocfg of `cfg.env.scenario`; built-in ones are generated once below `folder`.
 
     The folder's name holds a hash of every number that went in, so several demands live side by side.
-    Raises SumoError (with SUMO's own words) for a missing file or a network that netconvert refuses.
+    Raises SumoError (with SUMO's own words) for a missing file or a network that netconvert refuses, and for a folder
+    whose files SUMO would look for under another name.
     """
     name = cfg.env.scenario
     if name not in NETWORKS:
@@ -30,6 +33,7 @@ def build_scenario(cfg, folder):
     numbers = json.dumps([asdict(getattr(cfg, name)), asdict(cfg.driver), cfg.env.horizon_s, cfg.env.warmup_s])
     target = Path(folder) / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
+    _check_folder(target, "run.name, run.folder or data.folder")
     if not config.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -109,15 +113,23 @@ def _user_scenario(name):
         raise SumoError(f"env.scenario: {name!r} is neither built in ({', '.join(NETWORKS)}) nor a .sumocfg file")
     if not path.is_file():
         raise SumoError(f"env.scenario: {path}: no such file; expected a .sumocfg, its path relative to {Path.cwd()}")
+    _check_folder(path.resolve().parent, "env.scenario")
     return str(path.resolve())
 
 
+def _check_folder(folder, keys):
+    wrong = re.search(REREAD, str(folder))
+    if wrong:
+        raise SumoError(f"{folder}: SUMO finds no files in a folder with {wrong[0][0]!r} in its name; rename it or "
+                        f"change {keys}")
+
+
 def _netconvert(work, name):
-    parts = [f"-n={work / 'nodes.xml'}", f"-e={work / 'edges.xml'}", f"-o={work / (name + '.net.xml')}"]
+    parts = ["-n=nodes.xml", "-e=edges.xml", f"-o={name}.net.xml"]  # in `work`: a colon before them would be a port's
     if (work / "connections.xml").exists():
-        parts.append(f"-x={work / 'connections.xml'}")
+        parts.append("-x=connections.xml")
     command = [find_binary("netconvert"), *parts, "--no-turnarounds", "true", "--xml-validation", "never"]
-    done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment())
+    done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment(), cwd=work)
     if done.returncode:
         raise SumoError(f"netconvert refused the network of scenario {name!r}; change `{name}:` in the configuration. "
                         f"It said:\n{explained(done.stderr.strip())}")

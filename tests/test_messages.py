@@ -48,6 +48,11 @@ def scenario(name, folder):
     build_scenario(cfg, folder)
 
 
+def in_folder(folder, name):
+    """Build the default scenario below a folder of this name."""
+    build_scenario(Config(), folder / name)
+
+
 def described(folder, name, change):
     """`read_description` of a synthetic data set after `change` of what its file `name` holds."""
     path = make_data_set(folder / "set") / name
@@ -142,6 +147,8 @@ CASES = [
     ("neither built in", lambda t, m, r: scenario("rign", t), ["env.scenario", "rign", "ring", ".sumocfg"]),
     ("no such file; expected a .sumocfg", lambda t, m, r: scenario("typo.sumocfg", t),
      ["typo.sumocfg", "relative to", "/"]),
+    ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),
+     ["lr=1e-3,K=5", "','", "rename", "run.name"]),
     ("or one number for equal shares", lambda t, m, r: BlockSampler([9], 2, 0, 2, weights=(1, 2, 3)),
      ["rank_weights=[1, 2, 3]", "2 ranks", "equal shares"]),
     ("a rank gets none", lambda t, m, r: BlockSampler([99], 1, 0, 2, weights=(1, 99)),

@@ -10,7 +10,7 @@ from configs import load_config
 from configs.schema import Config
 from data.settings import scenario_hashes
 from env.launch import SumoError, find_binary, sumo_environment
-from env.scenarios import own_scale
+from env.scenarios import build_scenario, own_scale
 from env.baselines import SPEED
 from env.spaces import speed_change
 from env.traffic_env import TrafficEnv, check_scenario
@@ -39,6 +39,30 @@ def road(tmp_path):
                         f'<additional-files value="more.xml"/></input>{more}</configuration>')
         return str(path)
     return build
+
+
+# ---- names of folders -------------------------------------------------------------------------------------------
+
+def test_time_of_day_names_a_run(tmp_path):
+    """netconvert took what stands before a colon for a computer and its port: run.name=2026-11-23_16:30 ended in
+    "change `corridor:` in the configuration"."""
+    env = TrafficEnv(load_config("configs/smoke.yaml"), tmp_path / "2026-11-23_16:30 = 5%")
+    env.reset(seed=1)
+    env.close()
+
+
+@pytest.mark.parametrize("name, found", [("lr=1,K=5", "','"), ("a%20b", "'%'"), ("${HOME}", r"'\$'")])
+@pytest.mark.parametrize("key", ["run.name", "env.scenario"])
+def test_folders_that_sumo_reads_otherwise_are_refused(tmp_path, name, found, key):
+    """These too were called a mistake in `corridor:`, or SUMO did not find its own files."""
+    cfg, folder = Config(), tmp_path / name
+    folder.mkdir()
+    if key == "env.scenario":
+        (folder / "mine.sumocfg").touch()
+        cfg.env.scenario = str(folder / "mine.sumocfg")
+    with pytest.raises(SumoError, match=f"SUMO finds no files in a folder with {found}.*{key}"):
+        build_scenario(cfg, folder)
+    assert not list(folder.glob("corridor*"))
 
 
 # ---- what the shield relies on -----------------------------------------------------------------------------------
