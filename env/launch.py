@@ -58,8 +58,9 @@ def explained(words):
 
 
 def sumo_environment():
-    """Environment of a SUMO process: its own data folder and no stranger's settings."""
-    return {**os.environ, "SUMO_HOME": str(sumo_home())}
+    """Environment of a SUMO process: its own data folder and no stranger's settings. In another character set it would
+    change the letters of file names that it returns."""
+    return {**os.environ, "SUMO_HOME": str(sumo_home()), "LC_ALL": "C.UTF-8"}
 
 
 def die_with_parent(parent=None):

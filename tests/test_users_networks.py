@@ -51,6 +51,14 @@ def test_time_of_day_names_a_run(tmp_path):
     env.close()
 
 
+def test_folder_with_an_umlaut_in_a_shell_without_a_locale(tmp_path, monkeypatch):
+    """SUMO gave the network's file back under a name in other letters, which was called a lost connection to SUMO."""
+    monkeypatch.setenv("LC_ALL", "C")
+    env = TrafficEnv(load_config("configs/smoke.yaml"), tmp_path / "für Zoë")
+    env.reset(seed=1)
+    env.close()
+
+
 @pytest.mark.parametrize("name, found", [("lr=1,K=5", "','"), ("a%20b", "'%'"), ("${HOME}", r"'\$'")])
 @pytest.mark.parametrize("key", ["run.name", "env.scenario"])
 def test_folders_that_sumo_reads_otherwise_are_refused(tmp_path, name, found, key):
