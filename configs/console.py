@@ -70,11 +70,11 @@ def again():
 
 
 def exit_code(work, mistakes, kept="", troubles=()):
-    """Exit code of `work()`: a mistake of the user (one of these exceptions) is one message and 2, one of `troubles`
-    (which another try may survive) one message and 1; Ctrl-C says what is kept."""
+    """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
+    message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
     try:
         return work() or 0
-    except (*troubles, *mistakes) as error:
+    except (*troubles, *mistakes, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, troubles) else 2
     except KeyboardInterrupt:

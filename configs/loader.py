@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 import reprlib
 import types
 import typing
@@ -87,7 +88,8 @@ class _UniqueKeys(yaml.SafeLoader):
 
 def layers(path, seen=()):
     """[(file name, tree)] from the innermost base to `path` itself."""
-    if not path.is_file() and (FOLDER / path.name).is_file() and (seen or path.parent in (Path("."), Path("configs"))):
+    if not os.path.isfile(path) and (FOLDER / path.name).is_file() and (
+            seen or path.parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")

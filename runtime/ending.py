@@ -10,11 +10,11 @@ OUT_OF_MEMORY = 4  # exit code
 
 
 def run_script(main, user_errors, troubles=()):
-    """Exit code of `main()`: mistakes of the user become one message and 2, `troubles` (which another try may survive)
-    one message and 1, want of memory a traceback and 4; all else is a traceback and 1."""
+    """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
+    (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
     try:
         return note(main() or 0)
-    except (*troubles, *user_errors) as error:
+    except (*troubles, *user_errors, PermissionError) as error:
         if first_to_speak():
             print(f"error: {error}", file=sys.stderr, flush=True)
         return note(1 if isinstance(error, troubles) else 2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.console import exit_code
 from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
@@ -210,13 +211,9 @@ def main():
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         print("usage: python -m runtime.report RUN_FOLDER (an existing folder)", file=sys.stderr)
         return 2
-    try:
-        print(f"report: {build_report(sys.argv[1])}")
-    except (DamagedFile, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(f"report: {build_report(sys.argv[1])}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, (DamagedFile, OSError)))

@@ -54,6 +54,16 @@ def test_finding_and_remedy(findings, status, words):
     assert [f for f in findings if (f.status == OK) == bool(f.remedy)] == []  # a remedy where one is needed
 
 
+def test_folder_that_is_closed_to_us_is_no_traceback(monkeypatch, tmp_path):
+    """`Path.exists` raises where a folder on the way may not be looked into; so did the doctor."""
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    monkeypatch.setattr(Path, "exists", closed)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.X_OK)
+    finding = machine.space(tmp_path / "runs", 1, "run.folder", "")
+    assert finding.status == WARN and finding.found == f"{tmp_path} is no folder that can be written to"
+
+
 def test_kernel_tells_wsl2_from_others():
     assert machine.wsl2(WSL)[0] and not machine.wsl2("4.4.0-19041-Microsoft")[0]
     assert machine.wsl2("6.8.0-45-generic") == (False, [])

@@ -199,7 +199,7 @@ def test_cut_results_are_named(run, tmp_path, name, monkeypatch, capsys):
     path = tmp_path / "cut" / name
     path.write_bytes(path.read_bytes()[:-20])
     monkeypatch.setattr(sys, "argv", ["report", str(path.parent)])
-    assert report.main() == 2
+    assert report.exit_code(report.main, (report.DamagedFile,)) == 2
     assert str(path) in capsys.readouterr().err
 
 

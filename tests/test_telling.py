@@ -17,6 +17,7 @@ from torch import nn
 from benchmarks.size import code_lines, function_lengths, measure, summarise
 from configs import Config, ConfigError, console, load_config
 from configs.show import main as show
+from runtime.ending import run_script
 from runtime.metrics import Metrics, findings, read_metrics
 from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, require_finite
 from runtime.profiler import profile_steps
@@ -246,6 +247,17 @@ def test_show_says_where_each_value_comes_from(tmp_path, capsys):
 def test_show_refuses_what_does_not_exist(word, capsys):
     assert console.exit_code(lambda: show([word]), (ConfigError,)) == 2
     assert word.partition("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", [console.exit_code, run_script])
+def test_folder_that_is_closed_to_us_is_one_message(ending, monkeypatch, capsys):
+    """evaluate.py, runtime.report, data.check, data.collect and configs.show ended with a traceback and 1."""
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
+
+    def work():
+        raise PermissionError(13, "Permission denied", "/closed/runs")
+    assert ending(work, ()) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/closed/runs'\n"
 
 
 def test_interrupt_says_what_is_kept(capsys):
