@@ -133,30 +133,29 @@ def phase1(cfg, team, guard):
 
 def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch):
     """The rest of one epoch. Returns its means, or None when it must stop and everything is saved."""
-    p, c, logs, start, samples = cfg.phase1, progress.counters, [], time.perf_counter(), 0
-    batch = team.world * p.batch_size
-    most = per_epoch * p.accumulation * batch
+    p, c, logs, start, begin = cfg.phase1, progress.counters, [], time.perf_counter(), progress.counters["samples"]
+    size = team.world * p.batch_size * p.accumulation  # samples of an optimiser step
     for batches in windows(loader, p.accumulation, p.loader.drop_last):
         bad = sum((bad_rows(loader.dataset, one) for one in batches if one["bad"].any()), [])
         window = [prepare(to_device(one, team.device), cfg.data.future) for one in batches]
         count, anywhere = team.all_sum([sum(int(w["target_valid"].sum()) for w in window), len(bad)])
         if anywhere:
             leave_out(cfg, team, bad)
-        rate = learning_rate(c["updates"], p.epochs * per_epoch, p.lr, p.warmup_steps)
+        step = c["epoch"] * per_epoch + c["samples"] // size  # in steps of now: those of `updates` may have been others
+        rate = learning_rate(step, p.epochs * per_epoch, p.lr, p.warmup_steps)
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
         micro_batches = split([(w, share) for w in window], cfg.memory.split)
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        seen = batch * len(window)
-        samples, c["samples"] = samples + seen, c["samples"] + seen
+        c["samples"] += size * len(window) // p.accumulation
         c["updates"] += not skipped
-        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], most, always=False)
+        console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], per_epoch * size, always=False)
         if guard.must_stop():
             return progress.save()
     if not logs:  # stopped exactly at the end of this epoch
         return {}
-    return {**mean_logs(team, logs), "samples_per_s": samples / (time.perf_counter() - start),
+    return {**mean_logs(team, logs), "samples_per_s": (c["samples"] - begin) / (time.perf_counter() - start),
             "loss_scale": precision.scaler.get_scale(), "lr": progress.optimizer.param_groups[0]["lr"]}
 
 
