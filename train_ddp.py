@@ -29,6 +29,7 @@ from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError, WriteError
 from data.loading import StreamingDataset, make_loader, windows
 from data.location import open_data
+from data.settings import processed_folder
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models import objectives, risk_gnn
@@ -101,6 +102,7 @@ def phase1(cfg, team, guard):
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     progress = Progress(cfg, team, folder / "phase1", model, optimizer, precision.scaler)
     progress.resume()
+    progress.begin_data(processed_folder(cfg).name, p.epochs)
     if team.is_main:
         save_config(cfg, folder)
     c, metrics = progress.counters, Metrics(folder, 1, team.is_main, cfg.run.tensorboard)
@@ -161,12 +163,11 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
 
 def validate(cfg, team, module, held_out, stage):
     """Held-out losses and errors against "constant velocity"; every rank takes its share of the samples."""
-    inner, horizon, sums = getattr(module, "module", module), cfg.data.future, torch.zeros(12, dtype=torch.float64)
-    bad = []
+    inner, sums, bad = getattr(module, "module", module), torch.zeros(12, dtype=torch.float64), []
     for begin in range(team.rank * 32, len(held_out), team.world * 32):
         samples = held_out.__getitems__(range(begin, min(begin + 32, len(held_out))))
         bad += bad_rows(held_out, samples)
-        batch = prepare(to_device(samples, team.device), horizon)
+        batch = prepare(to_device(samples, team.device), cfg.data.future)
         with torch.no_grad():
             loss, out = inner(batch, 1.0)
         sums += prediction_errors(out, batch, cfg.env.control_interval, loss, stage).cpu()

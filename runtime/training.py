@@ -136,6 +136,17 @@ class Progress:
         self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
         return True
 
+    def begin_data(self, name, epochs):
+        """Note which data set is learned from. On another one than before, an epoch begins anew and so does the search
+        for the best one: losses on different data do not compare."""
+        c, told = self.counters, f"NOTE: {self.folder} was trained on other data than these (processed/{name})"
+        if c.setdefault("data", name) == name:
+            return
+        c.update(data=name, samples=0, best=math.inf, plateau_stage=0)
+        self.team.say(f"{told}: the best epoch is looked for anew" if c["epoch"] < epochs else
+                      f"{told}, and nothing is learned from these: no epoch is left; raise phase1.epochs, or name "
+                      "another run.name")
+
     def save(self, best=False, may_fail=False):
         """All ranks call this at the same step; the first writes. With `may_fail` a full disk is a warning, as long as
         it is not the third one in a row; otherwise it is a SaveError on all ranks."""

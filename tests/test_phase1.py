@@ -6,6 +6,7 @@ import torch
 from data_sets import config
 
 import train_ddp
+from runtime import checkpoint
 from runtime.distributed import Team
 from runtime.schedule import learning_rate
 
@@ -13,13 +14,14 @@ ALONE = Team(0, 1, 0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
-def train(recorded, tmp_path, monkeypatch):
-    """train(*overrides, stop=after so many optimiser steps) -> the learning rate of each step."""
-    def run(*overrides, stop=None, folder=recorded):
-        rates, small = [], ["run.device=cpu", "phase1.loader.num_workers=0", f"run.folder={tmp_path / 'runs'}"]
+def train(copy, tmp_path, monkeypatch):
+    """train(*overrides, stop=after so many optimiser steps, loss=on held-out data) -> each step's learning rate."""
+    def run(*overrides, stop=None, loss=1.0):
+        rates, small = [], ["run.device=cpu", "phase1.loader.num_workers=0", f"run.folder={tmp_path}"]
         monkeypatch.setattr(train_ddp, "set_learning_rate", lambda _, rate: rates.append(rate))
+        monkeypatch.setattr(train_ddp, "validate", lambda *_: {"loss_held_out": loss})
         guard = SimpleNamespace(must_stop=lambda: len(rates) == stop, leave=lambda where: 0, facts=dict)
-        train_ddp.phase1(config(folder, *small, *overrides), ALONE, guard)
+        train_ddp.phase1(config(copy, *small, *overrides), ALONE, guard)
         return rates
     return run
 
@@ -33,3 +35,23 @@ def test_learning_rate_goes_on_where_it_was_with_another_batch_size(train):
     assert len(train(*settings, "phase1.batch_size=2", stop=11 + 4)) == 15  # an epoch and 8 samples
     assert train(*settings, "phase1.batch_size=4", stop=1) == expected[5 + 2:5 + 3]
     assert train(*settings, "phase1.batch_size=4") == expected[5 + 3:]
+
+
+def test_another_data_set_is_told_and_begins_the_search_for_the_best_epoch_anew(train, tmp_path, capsys):
+    """Losses on new data were compared with the best one on the old, so that `best` stayed with the old data's weights;
+    and a finished phase said "finished" once more, with data in config.yaml that it had never seen."""
+    def best(epochs, loss, *more, **stop):
+        steps = len(train("phase1.stage1_epochs=0", f"phase1.epochs={epochs}", *more, loss=loss, **stop))
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
+        return checkpoint.load(tmp_path / "smoke/phase1", "best")["epoch"], steps, notes
+    other = "graph.radius_m=60"
+    assert best(1, 1.0) == (1, 5, []) and best(2, 2.0) == (1, 5, []) and best(3, 2.0, stop=2) == (1, 2, [])
+    epoch, steps, (note,) = best(2, 2.0, other)
+    assert (epoch, steps) == (1, 0) and "no epoch is left; raise phase1.epochs" in note
+    epoch, steps, (note,) = best(3, 3.0, other)
+    assert (epoch, steps) == (3, 5) and "the best epoch is looked for anew" in note
+    assert best(4, 4.0, other) == (3, 5, [])
+    state = checkpoint.load(tmp_path / "smoke/phase1")
+    del state["counters"]["data"]  # as those of earlier releases
+    checkpoint.save(tmp_path / "smoke/phase1", 99, state)
+    assert best(5, 5.0) == (3, 5, [])
