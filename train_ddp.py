@@ -105,12 +105,11 @@ def phase1(cfg, team, guard):
     progress.begin_data(processed_folder(cfg).name, p.epochs)
     if team.is_main:
         save_config(cfg, folder)
-    c, metrics = progress.counters, Metrics(folder, 1, team.is_main, cfg.run.tensorboard)
+    c, metrics, stage = progress.counters, Metrics(folder, 1, team.is_main, cfg.run.tensorboard), None
     metrics.drop_after(c["epoch"])
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
     guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
-    module, stage = None, None
     while c["epoch"] < p.epochs:
         if stage != (1 if c["epoch"] < p.stage1_epochs else 2):
             stage = 1 if c["epoch"] < p.stage1_epochs else 2
@@ -125,11 +124,12 @@ def phase1(cfg, team, guard):
         facts = validate(cfg, team, module, held_out, stage)
         c["epoch"], c["samples"] = c["epoch"] + 1, 0
         reduce_on_plateau(c, stage, facts["loss_held_out"], p)
-        best = stage == 2 and facts["loss_held_out"] < c["best"]
-        c["best"] = facts["loss_held_out"] if best else c["best"]
+        best, bar = stage == 2 and facts["loss_held_out"] < c["best"], c["best"]
+        c["best"] = facts["loss_held_out"] if best else bar
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
                        **guard.facts(), time_learn=time.perf_counter() - start)
         progress.save(best, may_fail=c["epoch"] < p.epochs)
+        c["best"] = bar if progress.failures else c["best"]
     team.say(f"phase 1 finished: {folder / 'phase1'}")
 
 

@@ -92,10 +92,11 @@ def phase2(cfg, team, guard):
             boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, taught)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
-                best = not ruled and summary["reward"] > -c["best"]  # counters keep the lowest of -reward
-                c["best"] = -summary["reward"] if best else c["best"]
+                best, bar = not ruled and summary["reward"] > -c["best"], c["best"]  # the lowest of -reward
+                c["best"] = -summary["reward"] if best else bar
                 progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
-                kept.trim(0 if team.any(progress.failures) else c["epoch"])
+                c["best"] = bar if progress.failures else c["best"]
+                kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
             if boundary and c["epoch"] >= taught:

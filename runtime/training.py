@@ -149,10 +149,10 @@ class Progress:
 
     def save(self, best=False, may_fail=False):
         """All ranks call this at the same step; the first writes. With `may_fail` a full disk is a warning, as long as
-        it is not the third one in a row; otherwise it is a SaveError on all ranks."""
+        it is not the third one in a row, counted in `failures`; otherwise it is a SaveError on all ranks."""
         error = self._write(best)
-        self.failures = self.failures + 1 if error else 0
-        if self.team.any(bool(error) and (not may_fail or self.failures == self.patience)):  # waits for the first rank
+        self.failures = self.failures + 1 if self.team.any(error is not None) else 0  # waits for the first rank
+        if self.failures and (not may_fail or self.failures == self.patience):
             raise error or checkpoint.SaveError("the first rank could not save")
         if error:
             print(f"WARNING: {error}; older ones are intact, training goes on", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""What a phase remembers when it goes on: with other batches, on other data, after a checkpoint that failed."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from data_sets import config
+from test_checkpoint import trainee
+
+import train_ddp
+import train_rl
+from configs import load_config
+from runtime import checkpoint
+from runtime.checkpoint import SaveError
+from runtime.distributed import Team
+from runtime.schedule import learning_rate
+
+ALONE = Team(0, 1, 0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def train(copy, tmp_path, monkeypatch):
+    """train(*overrides, stop=after so many optimiser steps, loss=gives that on held-out data) -> rates of learning."""
+    def run(*overrides, stop=None, loss=lambda: 1.0):
+        rates, small = [], ["run.device=cpu", "phase1.loader.num_workers=0", f"run.folder={tmp_path}"]
+        monkeypatch.setattr(train_ddp, "set_learning_rate", lambda _, rate: rates.append(rate))
+        monkeypatch.setattr(train_ddp, "validate", lambda *_: {"loss_held_out": loss()})
+        guard = SimpleNamespace(must_stop=lambda: len(rates) == stop, leave=lambda where: 0, facts=dict)
+        train_ddp.phase1(config(copy, *small, *overrides), ALONE, guard)
+        return rates
+    return run
+
+
+def test_learning_rate_goes_on_where_it_was_with_another_batch_size(train):
+    """Its step was the number of updates, done in smaller batches, of a total counted in the larger ones: a run
+    that went on with more ranks trained the rest at the lowest rate."""
+    expected = [learning_rate(step, 4 * 5, 0.01, 7) for step in range(4 * 5)]
+    settings = ["phase1.epochs=4", "phase1.lr=0.01", "phase1.warmup_steps=7"]
+    assert train("run.name=whole", *settings, "phase1.batch_size=4") == expected
+    assert len(train(*settings, "phase1.batch_size=2", stop=11 + 4)) == 15  # an epoch and 8 samples
+    assert train(*settings, "phase1.batch_size=4", stop=1) == expected[5 + 2:5 + 3]
+    assert train(*settings, "phase1.batch_size=4") == expected[5 + 3:]
+
+
+def test_another_data_set_is_told_and_begins_the_search_for_the_best_epoch_anew(train, tmp_path, capsys):
+    """Losses on new data were compared with the best one on the old, so that `best` stayed with the old data's weights;
+    and a finished phase said "finished" once more, with data in config.yaml that it had never seen."""
+    def best(epochs, loss, *more, **stop):
+        steps = len(train("phase1.stage1_epochs=0", f"phase1.epochs={epochs}", *more, loss=lambda: loss, **stop))
+        notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
+        return checkpoint.load(tmp_path / "smoke/phase1", "best")["epoch"], steps, notes
+    other = "graph.radius_m=60"
+    assert best(1, 1.0) == (1, 5, []) and best(2, 2.0) == (1, 5, []) and best(3, 2.0, stop=2) == (1, 2, [])
+    epoch, steps, (note,) = best(2, 2.0, other)
+    assert (epoch, steps) == (1, 0) and "no epoch is left; raise phase1.epochs" in note
+    epoch, steps, (note,) = best(3, 3.0, other)
+    assert (epoch, steps) == (3, 5) and "the best epoch is looked for anew" in note
+    assert best(4, 4.0, other) == (3, 5, [])
+    state = checkpoint.load(tmp_path / "smoke/phase1")
+    del state["counters"]["data"]  # as those of earlier releases
+    checkpoint.save(tmp_path / "smoke/phase1", 99, state)
+    assert best(5, 5.0) == (3, 5, [])
+
+
+@pytest.fixture
+def first_save_fails(monkeypatch):
+    """The disk is full after the first epoch."""
+    save = checkpoint.save
+
+    def first_fails(folder, step, state, *more):
+        if state["epoch"] == 1:
+            raise SaveError("full")
+        save(folder, step, state, *more)
+    monkeypatch.setattr(checkpoint, "save", first_fails)
+
+
+def test_best_epoch_that_could_not_be_saved_does_not_raise_the_bar(train, tmp_path, first_save_fails):
+    """No later epoch was better than the one that was lost, so that none became `best`."""
+    losses = iter((0.5, 0.7, 0.8))
+    train("phase1.stage1_epochs=0", "phase1.epochs=3", loss=lambda: next(losses))
+    assert checkpoint.load(tmp_path / "smoke/phase1", "best")["epoch"] == 2
+
+
+def test_nor_does_phase_2s_best_iteration(tmp_path, monkeypatch, first_save_fails):
+    rewards = iter((0.8, 0.7, 0.5))
+    monkeypatch.setattr(train_rl, "summarise", lambda *_: {"reward": next(rewards)})
+    cfg = load_config("configs/smoke.yaml", [
+        f"run.folder={tmp_path}", "run.device=cpu", "rollout.num_workers=0", "rollout.num_envs_per_worker=1",
+        "phase2.iterations=3", "phase2.imitate_iterations=0", "phase2.train_batch_size=20", "phase2.epochs=1"])
+    train_rl.phase2(cfg, ALONE, SimpleNamespace(must_stop=lambda: False, give_up_worker=lambda pool: False, facts=dict))
+    assert checkpoint.load(tmp_path / "smoke/phase2", "best")["epoch"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_know_that_a_checkpoint_failed(tmp_path, monkeypatch, capsys, rank):
+    """Only the first one did: the others would have kept another bar for the best epoch."""
+    def full(*_):
+        raise SaveError("full")
+    monkeypatch.setattr(checkpoint, "save", full)
+    progress, _ = trainee(tmp_path, 1)
+    progress.team = SimpleNamespace(is_main=rank == 0, device=ALONE.device, gather=lambda one: [one] * 2,
+                                    any=lambda flag: True)  # the first rank's
+    for failures in (1, 2):
+        progress.save(may_fail=True)
+        assert progress.failures == failures and ("full" in capsys.readouterr().err) == (rank == 0)
+    with pytest.raises(SaveError):
+        progress.save(may_fail=True)
