@@ -71,7 +71,7 @@ def chunk_names(job, per_chunk):
 
 def collect(cfg, report=print, meanwhile=lambda: None):
     """Write every missing chunk of the plan and then metadata.json. Returns the raw folder. `meanwhile` is called after
-    every episode; what it raises ends the collection."""
+    every episode, and while another process collects; what it raises ends the collection."""
     folder = Path(cfg.data.folder) / "raw"
     finished = (folder / "metadata.json").exists()
     for name in [] if finished else scenarios(cfg):
@@ -79,7 +79,7 @@ def collect(cfg, report=print, meanwhile=lambda: None):
             check_scenario(of_scenario(cfg, name), folder / "scenario")
         except SumoError as error:
             raise SumoError(f"data.scenarios={cfg.data.scenarios}: {error}") from None
-    with only_writer(cfg.data.folder, report):
+    with only_writer(cfg.data.folder, report, meanwhile):
         check_settings(folder / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
         plan = episode_plan(cfg)
         todo = [job for job in plan if not all((folder / name).exists()

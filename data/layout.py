@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,9 +111,10 @@ def file_hash(path):
 
 
 @contextlib.contextmanager
-def only_writer(folder, report=print):
+def only_writer(folder, report=print, meanwhile=lambda: None):
     """One process at a time prepares a data set; the kernel lets go of the lock however the process ends. Removes the
-    temporary files of writers that were killed."""
+    temporary files of writers that were killed. `meanwhile` is called every second of waiting; what it raises ends it.
+    """
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,14 +123,23 @@ def only_writer(folder, report=print):
         yield
         return
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _take(lock):
             report(f"{folder}: waiting for another process that prepares this data set")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            while not _take(lock):  # never blocked: ranks must meet, and a stop be heard
+                meanwhile()
+                time.sleep(1.0)
         for left in [*folder.glob("raw/.*.json.*"), *folder.glob("processed/*/.*.*")]:
             left.unlink()
         yield
+
+
+def _take(lock):
+    """Whether a lock was free; it is ours now."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------

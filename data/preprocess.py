@@ -27,9 +27,10 @@ META = {"sumo_version", "scenarios", "held_out_episodes", "chunks"}  # of raw/me
 
 def preprocess(cfg, report=print, meanwhile=lambda: None):
     """Build this configuration's graphs from raw/; returns their folder. DataError names a missing or damaged file.
-    `meanwhile` is called after every raw chunk; what it raises ends the work, to be continued."""
+    `meanwhile` is called after every raw chunk, and while another process prepares these data; what it raises ends the
+    work, to be continued."""
     raw = Path(cfg.data.folder) / "raw"
-    with only_writer(cfg.data.folder, report):
+    with only_writer(cfg.data.folder, report, meanwhile):
         meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
         if not isinstance(meta, dict) or not META <= set(meta):
             raise DataError(f"{raw / 'metadata.json'}: no metadata of a collection; remove it and run data.collect "

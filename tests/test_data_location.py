@@ -1,9 +1,11 @@
 """data/location.py: graphs of several settings below a size limit, copies in memory that vanish, slow drives."""
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +87,18 @@ def test_second_writer_waits_for_the_first(copy):
         assert "waiting for another process" in other.stdout.readline()
         assert not processed_folder(config(copy, "data.storage=int8")).exists()
     assert "samples in" in other.communicate(timeout=120)[0] and other.returncode == 0
+
+
+def test_stop_is_heard_while_another_process_prepares_the_data(copy):
+    """The wait took no end before the other's: a SIGTERM did nothing, and the other ranks ran into ddp.timeout_s."""
+    asked, other = iter([False, True]), open(copy / ".lock", "w")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    timer = threading.Timer(10, other.close)  # else this test would take no end either
+    timer.start()
+    with pytest.raises(SystemExit):
+        open_data(config(copy), ALONE, SimpleNamespace(must_stop=lambda: next(asked), leave=lambda where: 0))
+    timer.cancel()
+    other.close()
 
 
 # ---- copies in memory ------------------------------------------------------------------------------------------
