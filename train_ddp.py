@@ -163,7 +163,7 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
 
 def validate(cfg, team, module, held_out, stage):
     """Held-out losses and errors against "constant velocity"; every rank takes its share of the samples."""
-    inner, sums, bad = getattr(module, "module", module), torch.zeros(12, dtype=torch.float64), []
+    inner, sums, bad = getattr(module, "module", module), torch.zeros(13, dtype=torch.float64), []
     for begin in range(team.rank * 32, len(held_out), team.world * 32):
         samples = held_out.__getitems__(range(begin, min(begin + 32, len(held_out))))
         bad += bad_rows(held_out, samples)
@@ -180,7 +180,7 @@ def validate(cfg, team, module, held_out, stage):
              "conflict_rate": s[10] / max(s[1], 1)}
     if stage == 2:
         facts.update(rmse_position_h=root(s[7], s[9]), rmse_position_h_cv=root(s[8], s[9]),
-                     loss_conflict=s[11] / max(s[1], 1))
+                     loss_conflict=s[11] / max(s[12], 1))
     return facts
 
 

@@ -73,9 +73,9 @@ def prepare(samples, horizon):
 
 
 def prediction_errors(out, batch, interval, loss, stage):
-    """[12] float64 sums over the valid targets: loss, targets, squared errors of displacement and speed after one step
+    """[13] float64 sums over the valid targets: loss, targets, squared errors of displacement and speed after one step
     by the model and by "constant velocity", their number, the same of displacement after H steps and their number,
-    conflicts, conflict loss."""
+    conflicts, conflict loss and what it is a sum of."""
     valid, target, speed = batch["target_valid"], batch["states"], batch["speed"]
     square = lambda x, where: (x[where].double() ** 2).sum()  # noqa: E731
     now, last = valid[..., 0], valid[..., -1]
@@ -86,9 +86,9 @@ def prediction_errors(out, batch, interval, loss, stage):
         ahead, conflicts = target.shape[-2] * interval, objectives.within_horizon(batch["conflicts"], valid)
         result += [square(out["states"][..., -1, 0] - target[..., -1, 0], last),
                    square(speed * ahead - target[..., -1, 0], last), last.sum(), batch["conflicts"][valid].sum(),
-                   objectives.conflict_loss(out["conflict"], *conflicts, 1.0)]
+                   objectives.conflict_loss(out["conflict"], *conflicts, 1.0), conflicts[1].sum()]
     else:
-        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum(), torch.zeros(())]
+        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum()] + [torch.zeros(())] * 2
     return torch.stack([torch.as_tensor(r, dtype=torch.float64).cpu() for r in result])
 
 

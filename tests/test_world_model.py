@@ -6,16 +6,20 @@ import math
 import numpy as np
 import pytest
 import torch
+from data_sets import config, graphs
 from scenes import close, scene
 
+import train_ddp
 from benchmarks import gpu_memory, prediction
 from benchmarks.checkpointing import saved_bytes
 from configs import load_config
+from data.dataset import ChunkedDataset
 from models import objectives
 from models.losses import WorldModelLoss
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, edge_inputs, surround_inputs
 from models.world_model import CHANGE_SCALE, WorldModel
+from runtime.distributed import Team
 
 HORIZON = 4
 
@@ -101,6 +105,17 @@ def test_untrained_model_calls_conflicts_rare(preset):
     model = WorldModel(PRESETS[preset])
     _, risk = model.latents(torch.randn(500, PRESETS[preset].lstm_width))
     assert 0.005 < model.predict_conflict(risk).sigmoid().mean() < 0.02
+
+
+def test_cross_entropy_of_conflicts_is_a_mean(recorded):
+    """It was a sum over the H steps and "in any of them" of what was counted without the latter: a fifth too high."""
+    def undecided(batch, count):
+        states = torch.zeros_like(batch["states"])
+        return torch.tensor(0.0), {"next": states[..., 0, :], "states": states,
+                                   "conflict": torch.zeros(*states.shape[:-2], states.shape[-2] + 1)}
+    held_out = ChunkedDataset(graphs(recorded), "held_out")
+    facts = train_ddp.validate(config(recorded), Team(0, 1, 0, 1, torch.device("cpu")), undecided, held_out, 2)
+    assert facts["loss_conflict"] == pytest.approx(math.log(2))
 
 
 # ---- gradient checkpointing --------------------------------------------------------------------------------------
