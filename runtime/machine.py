@@ -53,7 +53,10 @@ def packages(versions):
 def gpus(wanted, smi=None):
     """One finding per GPU; `wanted` is run.device, `smi` what nvidia-smi says, "" = no such program or no answer."""
     import torch
-    smi = nvidia_smi() if smi is None else smi
+    if wanted == "cpu":
+        yield Finding(OK, "GPU", "not asked for: run.device=cpu")
+        return
+    smi, trouble = nvidia_smi() if smi is None else smi, FAIL if wanted == "cuda" else WARN
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
@@ -61,11 +64,11 @@ def gpus(wanted, smi=None):
             yield Finding(OK, "GPU", f"{p.name}, {p.total_memory / 2**30:.0f} GB, compute capability {p.major}."
                           f"{p.minor}, CUDA {torch.version.cuda}, driver {smi.partition(',')[0] or 'unknown'}")
     elif smi:
-        yield Finding(FAIL, "GPU", f"driver {smi}, but torch {torch.__version__} does not use it",
+        yield Finding(trouble, "GPU", f"driver {smi}, but torch {torch.__version__} does not use it",
                       "this is PyTorch's CPU build: install the CUDA build, see pytorch.org" if not torch.version.cuda
                       else f"update the driver (on WSL2: the one of Windows) to one for CUDA {torch.version.cuda}")
     else:
-        yield Finding(FAIL if wanted == "cuda" else WARN, "GPU", "none, everything runs on the CPU",
+        yield Finding(trouble, "GPU", "none, everything runs on the CPU",
                       "run.device=auto, and configs/quick.yaml, which is made for the CPU; for a GPU that is there, "
                       "install NVIDIA's driver (on WSL2: in Windows only)")
 

@@ -74,11 +74,19 @@ def test_gpu_that_pytorch_does_not_use_fails(monkeypatch):
     import torch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    (one,) = machine.gpus("auto", "570.1, NVIDIA GeForce RTX 2080 Ti")
+    (one,) = machine.gpus("cuda", "570.1, NVIDIA GeForce RTX 2080 Ti")
     assert one.status == FAIL and "CUDA build" in one.remedy and "2080 Ti" in one.found
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "driver" in next(machine.gpus("auto", "390.1, old")).remedy
-    assert [next(machine.gpus(wanted, "")).status for wanted in ("auto", "cuda")] == [WARN, FAIL]
+
+
+@pytest.mark.parametrize("smi", ["", "570.1, NVIDIA GeForce RTX 2080 Ti"])
+def test_gpu_fails_only_who_asks_for_one(monkeypatch, smi):
+    """With a GPU that PyTorch's CPU build does not use, the doctor failed a run on the CPU too."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = {wanted: next(machine.gpus(wanted, smi)) for wanted in ("cuda", "auto", "cpu")}
+    assert {wanted: finding.status for wanted, finding in found.items()} == {"cuda": FAIL, "auto": WARN, "cpu": OK}
+    assert not found["cpu"].remedy
 
 
 def test_container_has_the_memory_of_its_limit(tmp_path):
