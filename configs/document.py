@@ -55,5 +55,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit("usage: python -m configs.document (no arguments)")
     path = Path(__file__).with_name("default.yaml")
-    path.write_text(default_yaml())
+    path.write_text(default_yaml(), encoding="utf-8")
     print(f"written: {path}")

@@ -70,7 +70,7 @@ def from_dict(tree, source="saved config"):
 def dump_config(config, path):
     """Write the resolved configuration as YAML; ConfigError when that is impossible."""
     try:
-        Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+        Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: could not be written: {error.strerror}") from None
 
@@ -94,7 +94,7 @@ def layers(path, seen=()):
     if path.resolve() in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")
     try:
-        tree = yaml.load(path.read_text(), _UniqueKeys)
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         why = f"{error.strerror} (`base:` of {seen[-1]})" if seen else error.strerror
         raise ConfigError(f"{path}: cannot read the configuration: {why}; expected a YAML file of your own or one of "

@@ -9,7 +9,7 @@ from configs.options import opt, sub
 def baseline_names():
     """Names of the controllers: the keys of BASELINES in env/baselines.py. That file is read, not imported (configs
     imports nothing of the project), so that a new controller is one file's change and a mistyped one is refused."""
-    source = ast.parse((Path(__file__).parent.parent / "env" / "baselines.py").read_text())
+    source = ast.parse((Path(__file__).parent.parent / "env" / "baselines.py").read_text(encoding="utf-8"))
     tables = {ast.unparse(s.targets[0]): s.value for s in source.body if isinstance(s, ast.Assign)}
     return tuple(key.value for key in tables["BASELINES"].keys)
 

@@ -20,7 +20,7 @@ class SumoGui(Sumo):
         super().__init__(*arguments)
 
     def _start(self, arguments):
-        with tempfile.NamedTemporaryFile("w", suffix=".xml") as settings:
+        with tempfile.NamedTemporaryFile("w", suffix=".xml", encoding="utf-8") as settings:
             settings.write(SETTINGS)
             settings.flush()
             super()._start([*arguments, "--start", "--quit-on-end", "--delay", str(DELAY_MS),

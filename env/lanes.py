@@ -1,6 +1,7 @@
 """What follows from a network's lanes and links alone: ways out and upstream, joining traffic, lanes side by side."""
 import gzip
 import heapq
+import os
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,7 +20,7 @@ def links_of(lane, links, known):
 def oncoming_lanes(network):
     """Ids of the lanes of a .net.xml on whose edges drivers of the other direction may overtake, and these on the
     other: TraCI does not tell."""
-    data = Path(network).read_bytes()
+    data = Path(os.fsdecode(network.encode(errors="surrogateescape"))).read_bytes()  # SUMO's names are UTF-8
     data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     edges = ElementTree.fromstring(data).iter("edge") if b"<neigh " in data else ()
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]

@@ -40,7 +40,7 @@ def build_scenario(cfg, folder):
             with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent,
                                              ignore_cleanup_errors=True) as work:
                 for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items():
-                    (Path(work) / f"{root}.xml").write_text(_xml(root, lines))
+                    (Path(work) / f"{root}.xml").write_text(_xml(root, lines), encoding="utf-8")
                 _netconvert(Path(work), name)
                 os.replace(work, target)
         except OSError as error:
@@ -134,7 +134,7 @@ def _netconvert(work, name):
         raise SumoError(f"netconvert refused the network of scenario {name!r}; change `{name}:` in the configuration. "
                         f"It said:\n{explained(done.stderr.strip())}")
     (work / f"{name}.sumocfg").write_text(_xml("configuration", [
-        f'<input><net-file value="{name}.net.xml"/><route-files value="routes.xml"/></input>']))
+        f'<input><net-file value="{name}.net.xml"/><route-files value="routes.xml"/></input>']), encoding="utf-8")
 
 
 def _xml(root, lines):

@@ -46,16 +46,16 @@ def save(folder, step, state, keep_last=3, best=False):
             _flush(file)
         facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}
         manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
-        _write(work / "manifest.json", json.dumps(manifest, indent=1))
+        write_whole(work / "manifest.json", json.dumps(manifest, indent=1))
         if final.exists():  # the same step again, after a resume: never two halves under one name
             old = folder / f".old_{final.name}"
             shutil.rmtree(old, ignore_errors=True)
             final.rename(old)
         work.rename(final)
         _sync_folder(folder)
-        _write(folder / "latest", final.name)
+        write_whole(folder / "latest", final.name)
         if best:
-            _write(folder / "best", final.name)
+            write_whole(folder / "best", final.name)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
         why = getattr(error, "strerror", None) or str(error).split("\n")[0]
         free = shutil.disk_usage(folder).free >> 20
@@ -97,7 +97,7 @@ def load(folder, which="latest", device="cpu"):
 def load_step(step, device="cpu"):
     """The state of one checkpoint folder; CheckpointError names the file that is missing, damaged or refused."""
     try:
-        manifest = json.loads((step / "manifest.json").read_text())
+        manifest = json.loads((step / "manifest.json").read_bytes())
         size, digest = (manifest["files"]["state.pt"][key] for key in ("bytes", "sha256"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
@@ -215,10 +215,11 @@ def _sync_folder(folder):
     os.close(descriptor)
 
 
-def _write(path, text):
+def write_whole(path, text):
+    """Write a text file whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
             _flush(file)
         os.replace(temporary, path)

@@ -156,7 +156,7 @@ class Metrics:
             return
         rows = read_metrics(self.path)
         kept = [r for r in rows if r["phase"] != self.phase or r["epoch"] <= epoch]
-        if len(kept) != len(rows) or not self.path.read_text().endswith("\n"):  # half a line swallows the next
+        if len(kept) != len(rows) or not self.path.read_bytes().endswith(b"\n"):  # half a line swallows the next
             temporary = self.path.with_name(f".{self.path.name}.tmp")
             temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
             os.replace(temporary, self.path)
@@ -171,7 +171,7 @@ def _leave_to_record(about, otherwise):
 def read_metrics(path):
     """All complete records of a metrics.jsonl."""
     rows = []
-    for line in Path(path).read_text(errors="replace").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError):  # the last line of a run that was killed while writing
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and {"phase", "epoch", "time"} <= row.keys()]

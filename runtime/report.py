@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.console import exit_code
 from runtime import pictures
-from runtime.checkpoint import versions
+from runtime.checkpoint import versions, write_whole
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.pictures import grid, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
@@ -69,7 +69,7 @@ def build_report(folder):
     if not any(path.exists() for path in (tracks, scores, records, state)):
         raise DamagedFile(f"{folder}: no results there; name the folder of a run, for example runs/quick")
     with blaming(scores):
-        result = json.loads(scores.read_text()) if scores.exists() else None
+        result = json.loads(scores.read_bytes()) if scores.exists() else None
         scored = (headline(result), score_section(result)) if scores.exists() else scored
     with blaming(tracks):
         seen = traffic_sections(*load_tracks(tracks)) if tracks.exists() else ([], [])
@@ -86,7 +86,7 @@ def build_report(folder):
             f"<meta http-equiv=Content-Security-Policy content=\"{POLICY}\">"
             f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{pictures.STYLE}{STYLE}</style>"
             f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
-    (folder / "report.html").write_text(page)
+    write_whole(folder / "report.html", page)
     return folder / "report.html"
 
 
@@ -194,7 +194,7 @@ def origin_section(folder, result):
     """What made these numbers: steps, command line, revision, versions, seeds, configuration."""
     parts, facts = ["<h2>How it was made</h2>"], {**versions(), "python": sys.version.split()[0]}
     if (folder / "state.json").exists():
-        state = json.loads((folder / "state.json").read_text())
+        state = json.loads((folder / "state.json").read_bytes())
         facts = {"command": state["command"], "git revision": state.get("revision", "unknown"), **facts}
         parts.append(grid(["step", "status", "seconds"], [
             [name, s["status"], f"{s['seconds']:.0f}"] for name, s in state["steps"].items() if "seconds" in s]))
@@ -202,8 +202,8 @@ def origin_section(folder, result):
     items = [f"<li>{name}: <code>{html.escape(str(text))}</code></li>" for name, text in facts.items()]
     parts += ["<ul>", *items, "</ul>"]
     if (folder / "config.yaml").exists():
-        parts += ["<details><summary>Configuration</summary><pre>",
-                  html.escape((folder / "config.yaml").read_text(errors="replace")), "</pre></details>"]
+        text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
+        parts += ["<details><summary>Configuration</summary><pre>", html.escape(text), "</pre></details>"]
     return parts
 
 

@@ -96,7 +96,7 @@ def share_by_place(track, edges):
 
 def shield_section(path, result):
     """The shield's log: reasons by controller, and when."""
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8") as file:
         events = [(row["controller"], row["reason"], int(row["step"])) for row in csv.DictReader(file)]
     if not events:
         return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
