@@ -132,7 +132,11 @@ class OpenChunks:
         source, _ = self.chunks.pop(c, (None, 0))
         if source is None:
             path = self.files[c][0]
-            source = path.read_bytes() if self.cache_bytes else open(path, "rb", buffering=0)
+            try:
+                source = path.read_bytes() if self.cache_bytes else open(path, "rb", buffering=0)
+            except FileNotFoundError:
+                raise DataError(f"{path}: has vanished since training began; the same command prepares the data again "
+                                "and continues") from None
         self.chunks[c] = source, time.monotonic()
         while len(self.chunks) > 1 and self._oldest_must_go():
             self.chunks.popitem(last=False)

@@ -83,6 +83,15 @@ def test_chunk_that_shrinks_while_it_is_read_is_named(made):
         dataset[11]
 
 
+@pytest.mark.parametrize("cache_mb", [0, 100])
+def test_chunk_that_vanishes_while_training_is_named(made, cache_mb):
+    """It was a traceback."""
+    dataset, path = ChunkedDataset(made, "train", cache_mb=cache_mb), made / "chunk_002.npy"
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path}: has vanished .* the same command"):
+        dataset[8]
+
+
 def test_copies_in_memory_are_bounded_in_size_and_time(made):
     size = (made / "chunk_002.npy").stat().st_size
     limit, plain = 2.3 * size / 1e6, ChunkedDataset(made, "train")
