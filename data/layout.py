@@ -29,6 +29,9 @@ GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of 
 class DataError(Exception):
     """A data file is missing, damaged or of another kind; the message names it."""
 
+    def __init__(self, text):  # a DataLoader's process hands it on behind its whole traceback
+        super().__init__(text.rpartition("data.layout.DataError: ")[2].strip())
+
 
 class WriteError(DataError):
     """The disk is full or gives up: another try may do."""

@@ -291,6 +291,16 @@ def test_loader_reads_the_batches_of_the_sampler(made, workers):
         assert read == [rows for _, rows in sampler] != []
 
 
+def test_message_of_a_reading_process_comes_without_its_traceback(made):
+    """With phase1.loader.num_workers above 0, as by default, it was the last of twenty lines."""
+    options = load_config("configs/default.yaml", ["phase1.loader.num_workers=1"]).phase1.loader
+    loader = make_loader(ChunkedDataset(made, "train"), [[8]], options, False)
+    (made / "chunk_002.npy").unlink()
+    with pytest.raises(DataError) as error:
+        list(loader)
+    assert str(error.value).startswith(f"{made}/chunk_002.npy: has vanished") and "\n" not in str(error.value)
+
+
 STOPPED_GROUP = """
 import os, signal, sys
 from configs import load_config
