@@ -118,6 +118,6 @@ def in_use(folder):
     with open(folder / "metadata.json", "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # held; or nobody can tell, as on NFS, which locks only what is open for writing
             return True
     return False
