@@ -45,10 +45,11 @@ class RuleDriver(Driver):
 
 def follow(choice, wanted, slots):
     """Overwrite one environment's choice (tensors [K], see Controller.select) with a rule's commands `wanted` (slot,
-    accel, lane, ...), in its order; `slots` are those of the candidates, others are no command."""
+    accel, lane, brake), in its order; `slots` are those of the candidates, others are no command."""
     place = {int(slot): i for i, slot in enumerate(slots)}
     own = [j for j, slot in enumerate(wanted[0]) if int(slot) in place]
-    n, accel = len(own), torch.as_tensor(wanted[1][own], dtype=torch.float32)
+    n, (accel, brake) = len(own), (torch.as_tensor(wanted[i][own], dtype=torch.float32) for i in (1, 3))
+    accel = torch.where(brake > 0, -brake, accel)
     choice["valid"][:], choice["release"][:] = torch.arange(len(choice["valid"])) < n, False
     choice["picks"][:n] = torch.tensor([place[int(wanted[0][j])] for j in own], dtype=torch.long)
     choice["pace"][:n], choice["u"][:n] = ~accel.isnan(), pre_squash(accel.nan_to_num(0.0))

@@ -49,6 +49,14 @@ def test_choice_is_the_rules(own, slots, expected):
     assert acceleration(choice["u"][:len(own)])[paced].tolist() == pytest.approx([-2.0] * int(paced.sum()))
 
 
+def test_a_rules_braking_is_learned_too():
+    """`brake`, which replaces the acceleration, was not looked at: 0 m/s^2 was learned instead of a braking."""
+    wanted = (np.array([11] + [NOBODY] * 4), np.zeros(K), np.ones(K, int), np.array([1.5] + [0.0] * 4))
+    choice = choice_of([])
+    follow(choice, wanted, torch.arange(10, 16))
+    assert float(acceleration(choice["u"][0])) == pytest.approx(-1.5)
+
+
 def test_runners_up_are_whom_the_controller_would_pick_next():
     """Once, the idle picks sampled while collecting were learned from: when the controller had learned whom to prefer,
     it had never been told to leave the next best alone, and commanded 0.8 too many for each right one."""
