@@ -203,6 +203,9 @@ def rllib(cfg, folder, make_env, graph, layers):
 
 
 def main():
+    if len(sys.argv) < 5:
+        print(__doc__)
+        sys.exit(0 if "--help" in sys.argv else 2)
     side, folder, parameters, config, *overrides = sys.argv[1:]
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")  # its workers step back by 15 otherwise
     cfg, graph, arrays = load_config(config, overrides), None, VEHICLES

@@ -30,6 +30,15 @@ def test_wrong_arguments_are_refused_at_once(line, monkeypatch, capsys, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words, code", [(["--help"], 0), (["env"], 2)])
+def test_rivals_say_how_they_are_called(words, code, monkeypatch, capsys):
+    """A traceback about values to unpack."""
+    monkeypatch.setattr(sys, "argv", ["rivals", *words])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("benchmarks.rivals").main()
+    assert end.value.code == code and "SIDE FOLDER PARAMETERS" in capsys.readouterr().out
+
+
 def test_simulator_benchmark_runs(tmp_path):
     """It asked a fresh environment for its command line: AttributeError with any arguments."""
     assert Bench(str(tmp_path), 2).bare() > -1
