@@ -12,10 +12,9 @@ class Rationed:
     """A controller whose C_int is at most `evaluate.c_int_cap` when an episode ends.
 
     Every ICV earns the cap in every control step; commands are paid for, in the controller's own order, from what has
-    been earned, and the first of a step from an advance on the rest of the episode too, because a jam is cheaper to
-    prevent than to live with, and the first commands are worth most. The advance is repaid as long as half of the ICVs
-    stay. Who cannot be paid for is left to SUMO's driver. Nobody is told again to change lanes while the driver still
-    follows the same order.
+    been earned and from an advance on the rest of the episode, because a jam is cheaper to prevent than to live with.
+    The advance is repaid as long as half of the ICVs stay. Who cannot be paid for is left to SUMO's driver. Nobody is
+    told again to change lanes while the driver still follows the same order.
     """
 
     def __init__(self, controller, cfg):
@@ -63,11 +62,9 @@ class Budget:
         if lane == self.told[slot] and self.step < self.since[slot] + self.hold:
             lane = commands["lane"][i] = KEEP
         effort = float(brake if brake > 0 else abs(np.nan_to_num(accel))) + LANE_CHANGE * (lane != KEEP)
-        if effort > max(self.left + self.advance, 0.0):  # what costs nothing is never too dear
+        if effort > self.left + self.advance:
             commands["slot"][i], commands["reason"][i] = len(self.told), 0
             return
         self.left -= effort
-        if effort:
-            self.advance = 0.0  # for the rest of the step
         if lane != KEEP:
             self.told[slot], self.since[slot] = lane, self.step

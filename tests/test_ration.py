@@ -54,19 +54,12 @@ def test_commands_are_paid_from_what_has_been_earned():
 def test_half_of_what_the_rest_will_earn_is_advanced_and_repaid():
     """Earned bit by bit, a cap of 0.1 came too late for the jam at 3200/800: 10 points of score where there are 17."""
     budget, spent = Budget(SLOTS, 4, steps=10), []
+    wishes = [(slot, 1.0, KEEP, 0) for slot in range(4)]
     for _ in range(10):  # 4 ICVs earn 2 a step
-        slots, _ = paid(budget, observation(), 0.5, (0, 4.0, KEEP, 0))
-        spent.append(4 * (slots == [0]))
-    assert spent[:3] == [4, 4, 4] and 16 <= sum(spent) <= 0.5 * 4 * 10 and budget.left + 0.5 * 4 >= 0
-
-
-def test_the_advance_is_for_the_first_command_of_a_step():
-    """Any command could take it, so that the last ones of the first minutes were paid with the first of those after."""
-    budget = Budget(SLOTS, 4, steps=10)
-    lots = (0, np.nan, KEEP, 0), (1, 3.0, KEEP, 0), (2, 1.0, KEEP, 0), (3, 0.0, KEEP, 0)
-    assert paid(budget, observation(), 0.5, *lots)[0] == [0, 1, SLOTS, 3]  # what costs nothing is given to everybody
-    assert budget.left == -3.0
-    assert paid(budget, observation(), 2.0, *lots)[0] == [0, 1, 2, 3] and budget.left == 1.0
+        slots, _ = paid(budget, observation(), 0.5, *wishes)
+        spent.append(sum(slot < SLOTS for slot in slots))
+    assert spent[:3] == [4, 4, 4] and sum(spent) <= 0.5 * 4 * 10 and budget.left + 0.5 * 4 >= 0
+    assert sum(spent) >= 0.5 * 4 * 9
 
 
 def test_a_standing_lane_change_is_not_told_again():
