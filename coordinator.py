@@ -238,8 +238,8 @@ def pipeline(options, stop):
             print(f"\nended {step} at once; the same command continues from what it had saved", file=sys.stderr)
             return 130
         if stopped:
-            saved = "what it had finished is" if code in INTERRUPTED else "everything is"
-            saved = "everything before it is" if step == "evaluate" else saved  # which begins anew
+            saved = ("everything before it is" if step == "evaluate" else  # which begins anew
+                     "what it had finished is" if code in INTERRUPTED else "everything is")
             print(f"\nstopped in {step}; {saved} saved; {console.again()}")
             return MEMORY_STOP if code == MEMORY_STOP else 0
         if code:

@@ -59,7 +59,7 @@ def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progre
 def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
     """{controller: Tracks} of one episode each, the same as in `evaluate`, simulated in this process: of a suite that
     of the variant whose turn it is with this seed."""
-    cfg = (variants := cfg.variants())[seed % len(variants)]
+    cfg = cfg.variant_of(seed)
     with make_pool(cfg, 0, 1, folder) as pool:
         environment = pool.environments.envs[0]
         drivers = {name: Recorded(make_controller(cfg, name, models, 1), environment) for name in controllers}

@@ -237,8 +237,7 @@ def make_driver(cfg, model, collector, device, autocast, iteration):
 
 def imitated(cfg, seed):
     """The rule of the warm start for the episode with this seed: (observation, k) -> commands."""
-    variants = cfg.variants()  # each may have a rule of its own, or numbers for it
-    variant = variants[seed % len(variants)]
+    variant = cfg.variant_of(seed)  # may have a rule of its own, or numbers for it
     return functools.partial(make_baseline(variant.phase2.imitate, variant), rng=np.random.default_rng(seed))
 
 

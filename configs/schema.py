@@ -237,3 +237,8 @@ class Config:
         """The configuration of each element of `env.suite`, without a suite of its own."""
         from configs.loader import variant  # which needs the classes of this file
         return [self] if self.env.suite == ["same"] else [variant(self, text) for text in self.env.suite]
+
+    def variant_of(self, seed):
+        """The configuration of the episode with this seed, as the environment chooses it."""
+        variants = self.variants()
+        return variants[seed % len(variants)]

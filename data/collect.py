@@ -115,8 +115,7 @@ def run_episodes(cfg, jobs, folder, meanwhile):
 
 def collect_episode(cfg, job, folder):
     """Run one episode and write its chunks; returns the number of samples."""
-    variants = of_scenario(cfg, job.scenario).variants()
-    cfg = variants[job.seed % len(variants)]  # as the environment would choose: it may set what is changed now
+    cfg = of_scenario(cfg, job.scenario).variant_of(job.seed)  # now: it may set what is changed here
     cfg.env.demand_scale *= job.demand_scale
     cfg.env.terminate_on_collision, cfg.env.speed_mode = False, 31
     samples, size = _simulate(cfg, job, os.path.join(folder, "scenario")), cfg.data.samples_per_chunk
