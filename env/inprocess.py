@@ -6,8 +6,9 @@ import os
 
 import numpy as np
 
+from env.lanes import special_lanes
 from env.launch import SumoError, explained, sumo_home
-from env.sumo import COUNTERS, special_lanes
+from env.sumo import COUNTERS, habits
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
@@ -91,8 +92,7 @@ class LibSumo:
 
     def habits(self, name):
         """See env.sumo.Sumo.habits."""
-        name, vehicle = name.decode(), self.client.vehicle
-        return len(vehicle.getStops(name, 1)) > 0, vehicle.getActionStepLength(name)
+        return habits(self.client.vehicle, name.decode())
 
     def time(self):
         """Simulated time, s."""

@@ -26,6 +26,18 @@ def oncoming_lanes(network):
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 
+def special_lanes(client):
+    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
+    closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
+    take time). closed: not for passenger cars. oncoming: oncoming_lanes."""
+    lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
+    beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
+    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
+    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
+    return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
+            "oncoming": oncoming_lanes(option("net-file"))}
+
+
 def forked_lanes(link_edge):
     """Whether several links of a lane lead to the same next edge: where one lane becomes two, [L]."""
     edges = np.sort(link_edge, 1)

@@ -7,32 +7,37 @@ from env.sumo import SAFE_SPEED
 # deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
 STOPPING = 5
 LONGEST_S = 1.0  # control interval for which the shield alone prevents collisions; at 2 s some drive into who cuts in
+SHORTEST_S = 0.6  # the same of drivers' tau: with 0.5 s they creep up to whom the shield has stopped, and touch them
+SPARE_M = 0.5  # of shield.min_gap_m: SUMO calls it a collision when the gap is below the vehicle's own minGap
 
 
 class Routes:
     """By slot: metres (length of the whole route), on_edges (without its junctions, which the observation's progress
     leaves out: policies learned so), and start (place of the route in `flat`, one array of edge numbers in which two -1
-    end each route); checks: bits of SUMO's speed mode that stay on for who had a stop ahead when it
-    came, or acts less often than SUMO's steps, which is asked in users' scenarios; for everybody where the shield,
-    which knows one step's leaders, is asked less often than it was proven for."""
+    end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
+    (asked in users' scenarios), and for everybody where it is asked less often than it was proven for; alone: who has
+    blue lights, with which SUMO drives as commands do not foresee."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
         self.step = e.step_length if e.scenario.endswith(".sumocfg") else None  # built-in vehicles have no such habits
-        self.always = SAFE_SPEED * (cfg.shield.enabled and e.control_interval > LONGEST_S)
-        self.checks = np.full(slots, self.always)
+        self.least_gap = cfg.shield.min_gap_m - SPARE_M
+        driver = getattr(getattr(cfg, e.scenario, None), "driver", cfg.driver)  # of a built-in scenario
+        odd = not self.step and self._odd(0.0, getattr(driver, "min_gap_m", 0.0), driver.tau)
+        self.always = SAFE_SPEED * (cfg.shield.enabled and (odd or e.control_interval > LONGEST_S))
+        self.checks, self.alone = np.full(slots, self.always), np.zeros(slots, bool)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junctions = {}  # {(edge, next edge): metres between them}
 
-    def follow(self, simulator, ids, routes, slots, new_icvs):
+    def follow(self, simulator, ids, routes, slots, fresh, icv):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
-        habits of `new_icvs` [N]: a question each, because only who is commanded matters."""
-        for i in np.flatnonzero(new_icvs) if self.step else ():
-            stops, acts_every = simulator.habits(ids[i])  # to who acts seldom, a command comes late
-            self.checks[slots[i]] = STOPPING * stops | SAFE_SPEED * (acts_every > self.step + 1e-6) | self.always
+        habits of ICVs that are `fresh` [N] or sent another way, perhaps to a stop: only who is commanded matters."""
         of_slot = self.of_slot
+        for i in np.flatnonzero(icv) if self.step else ():
+            if fresh[i] or of_slot[slots[i]] != routes[i]:
+                self._ask(simulator, ids[i], slots[i], self.always if fresh[i] else self.checks[slots[i]])
         changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
                    if of_slot[slot] != route]
         unknown = {route: name for _, name, route in changed if route not in self.known}
@@ -41,6 +46,14 @@ class Routes:
         for slot, _, route in changed:
             of_slot[slot] = route
             self.start[slot], self.metres[slot], self.on_edges[slot] = self.known[route]
+
+    def _ask(self, simulator, name, slot, checks):
+        stops, lights, *habits = simulator.habits(name)
+        self.checks[slot], self.alone[slot] = checks | STOPPING * stops | SAFE_SPEED * self._odd(*habits), lights
+
+    def _odd(self, acts_every, min_gap, tau):
+        """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late."""
+        return acts_every > (self.step or 0) + 1e-6 or min_gap > self.least_gap + 1e-6 or tau < SHORTEST_S - 1e-6
 
     def _place(self, edges):
         """(place in `flat`, metres, metres on edges) of a sequence of edges; several route ids may share one."""

@@ -13,7 +13,7 @@ from traci.connection import Connection
 from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
-from env.lanes import oncoming_lanes
+from env.lanes import special_lanes
 from env.launch import OURS, SumoError, explained, find_binary, launch
 from env.scenarios import own_scale
 from env.wire import Accelerate, ChangeLane, SetModes
@@ -182,9 +182,8 @@ class Sumo:
         return routes
 
     def habits(self, name):
-        """(whether a vehicle (bytes) has a stop ahead, how often its driver acts, s)."""
-        name, vehicle = name.decode(), self.client.vehicle
-        return self._ask(lambda: (len(vehicle.getStops(name, 1)) > 0, vehicle.getActionStepLength(name)))
+        """What the function below says of a vehicle (bytes)."""
+        return self._ask(lambda: habits(self.client.vehicle, name.decode()))
 
     def _ask(self, question):
         """What `question()` finds out with the stock client; SumoError when SUMO dies meanwhile."""
@@ -204,7 +203,7 @@ class Sumo:
             for i in self.client.lane.getIDList()])
 
     def special_lanes(self):
-        """See the function below."""
+        """See env.lanes."""
         return self._ask(lambda: special_lanes(self.client))
 
     def lane_shapes(self):
@@ -212,16 +211,11 @@ class Sumo:
         return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
 
 
-def special_lanes(client):
-    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
-    closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
-    take time). closed: not for passenger cars. oncoming: env.lanes.oncoming_lanes."""
-    lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
-    beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
-    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
-    return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
-            "oncoming": oncoming_lanes(option("net-file"))}
+def habits(vehicle, name):
+    """Of a vehicle (`vehicle`: that domain of a client): whether it has a stop ahead, whether blue lights; how often
+    its driver acts, s; its gap at standstill, m; its time headway, s."""
+    return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
+            vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name))
 
 
 def episode_arguments(scenario, seed, env_cfg):

@@ -132,13 +132,13 @@ class TrafficEnv(gymnasium.Env):
         self._observe(out)
 
     def _commands(self, slots, accels, lanes, brakes):
-        """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and
-        where drivers overtake among the oncoming traffic: they count on the others' going on as they are."""
+        """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, to
+        blue lights, where drivers overtake among the oncoming traffic: they count on the others' going on so."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
             if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
-                    or self.road.oncoming[self.lane_at[slot]]):
+                    or self.routes.alone[slot] or self.road.oncoming[self.lane_at[slot]]):
                 continue
             seen.add(slot)
             name = self.slots.names[slot]
@@ -181,7 +181,7 @@ class TrafficEnv(gymnasium.Env):
         if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
                                                             slots, fresh)
-        self.routes.follow(self.simulator, ids, routes, slots, fresh & self.slots.icv[slots])
+        self.routes.follow(self.simulator, ids, routes, slots, fresh, self.slots.icv[slots])
         self.ids, self.lane = ids, lane
         self._build(records, slots, fresh, events, overflow, out)
         self.seconds[1:] = read - start, time.perf_counter() - read

@@ -10,6 +10,7 @@ from configs import load_config
 from configs.schema import Config
 from data.settings import scenario_hashes
 from env.launch import SumoError, find_binary, sumo_environment
+from env.routes import Routes
 from env.scenarios import build_scenario, own_scale
 from env.baselines import SPEED
 from env.spaces import speed_change
@@ -132,14 +133,51 @@ def test_where_drivers_overtake_among_the_oncoming_traffic_nobody_is_commanded(m
     assert costs == {"in": {False}, "out": {True}}
 
 
-def test_who_acts_seldom_keeps_the_safe_speed(make, grid):
-    """A command reaches such a driver only when he acts next, too late for what the shield assumes."""
-    types = '<vType id="slow" actionStepLength="1"/><vType id="quick"/>'
+HABITS = {"slow": ('actionStepLength="1"', 1), "wide": ('minGap="4"', 1), "close": ('tau="0.5"', 1), "quick": ("", 0)}
+
+
+def test_habits_that_the_shield_does_not_know_keep_the_safe_speed(make, grid):
+    """A command reaches who acts seldom too late; with a minGap of 3.5 m there were 49 collisions in 6,181
+    vehicle-steps of random commands, with a tau of 0.5 s 3 in 9,738."""
+    types = "".join(f'<vType id="{kind}" {text}/>' for kind, (text, _) in HABITS.items())
     flows = "".join(f'<vehicle id="{kind}" type="{kind}" depart="{i * 3}"><route edges="A0B0 B0C0"/></vehicle>'
-                    for i, kind in enumerate(("slow", "quick")))
+                    for i, kind in enumerate(HABITS))
     env = make(scenario=grid(types + flows), icv_share=1.0)
-    episode(env, 1, 5)
-    assert [env.routes.checks[env.slots.slot_of[name]] for name in (b"slow", b"quick")] == [1, 0]
+    episode(env, 1, 11)
+    found = {kind: env.routes.checks[env.slots.slot_of[kind.encode()]] for kind in HABITS}
+    assert found == {kind: bit for kind, (_, bit) in HABITS.items()}
+
+
+@pytest.mark.parametrize("changes, bit", [({}, 0), ({"tau": 0.5}, 1), ({"tau": 0.6}, 0)])
+def test_built_in_drivers_with_such_habits_keep_it_too(changes, bit):
+    cfg = Config()
+    for name, value in changes.items():
+        setattr(cfg.driver, name, value)
+    assert set(Routes(None, cfg).checks) == {bit}
+    cfg.shield.enabled = False
+    assert set(Routes(None, cfg).checks) == {0}
+
+
+def test_stop_that_comes_later_is_seen(make, grid):
+    """Habits were asked at departure only: taxis sent to a customer accelerated without limit, and crashed."""
+    env = make(scenario=grid('<vehicle id="a" depart="0"><route edges="A0B0 B0B1"/></vehicle>'), icv_share=1.0)
+    episode(env, 1, 3)
+    assert env.routes.checks[0] == 0
+    env.simulator.client.vehicle.setRoute("a", ["A0B0", "B0C0"])
+    env.simulator.client.vehicle.setStop("a", "B0C0", 80.0)
+    env.command([], [], [], [])
+    assert env.routes.checks[0] == 5
+
+
+def test_blue_lights_are_not_commanded(make, grid):
+    """SUMO's device drives as commands do not foresee: 15 collisions in 7,168 vehicle-steps of random commands."""
+    kind = '<vType id="e" vClass="emergency"><param key="has.bluelight.device" value="true"/></vType>'
+    flow = '<vehicle id="a" type="e" depart="0"><route edges="A0B0 B0C0"/></vehicle>'
+    env = make(scenario=grid(kind + flow), icv_share=1.0)
+    env.reset(seed=1)
+    for _ in range(3):
+        assert env.command(*only(env, np.flatnonzero(env.observation["icv"]), -1.0))[-1]["cost"] == 0
+    assert env.observation["icv"][0] and env.routes.alone[0]
 
 
 # ---- standing still ----------------------------------------------------------------------------------------------
