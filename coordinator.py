@@ -17,8 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs import ConfigError, console, to_dict
+from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
+from configs.files import write_whole
 from data.settings import scenario_hashes
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory, machine_memory, oom_kills
@@ -162,7 +163,7 @@ def load_state(path, cfg):
         state = json.loads(path.read_text()) if path.exists() else {}
         done = {step: dict(facts) for step, facts in state.get("steps", {}).items()}
         parts = dict(state.get("parts", {}))
-    except (ValueError, AttributeError, TypeError, OSError) as error:
+    except (ValueError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     names = sorted({variant.env.scenario for variant in cfg.variants()} | set(cfg.data.scenarios))
     files = [scenario_hashes(name) for name in names]  # a user's networks and routes
@@ -203,14 +204,13 @@ def set_aside(path):
 
 
 def save_state(folder, state):
-    temporary = folder / ".state.json"
-    temporary.write_text(json.dumps(state, indent=1))
-    os.replace(temporary, folder / "state.json")
+    write_whole(folder / "state.json", json.dumps(state, indent=1))
 
 
 def add_options(parser):
-    parser.add_argument("--from-phase", type=int, choices=(1, 2, 3), help="run this phase and all that follows again")
-    parser.add_argument("--only", choices=STEPS, help="run one step only")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--from-phase", type=int, choices=(1, 2, 3), help="run this phase and all that follows again")
+    one.add_argument("--only", choices=STEPS, help="run one step only")
 
 
 def pipeline(options, stop):
@@ -256,21 +256,18 @@ def pipeline(options, stop):
     return 0
 
 
-def main():
-    try:
-        options = parse(__doc__, add=add_options)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+def run():
+    options = parse(__doc__, add=add_options)
     memory = PeakMemory()
     memory.start()
     try:
         return pipeline(options, Stop())
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
     finally:
         print(memory.stop(), flush=True)
+
+
+def main():
+    return console.exit_code(run, (ConfigError,), troubles=(WriteError,))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from configs import ConfigError, console
+from configs import ConfigError, WriteError, console
 from configs.command_line import parse
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset, bad_rows
-from data.layout import DataError, WriteError
+from data.layout import DataError
 from data.loading import StreamingDataset, make_loader, windows
 from data.location import open_data
 from data.settings import processed_folder

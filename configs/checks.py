@@ -4,6 +4,8 @@
 def cross_checks(c):
     """Mistakes that only several keys together show: a list of texts."""
     wrong = []
+    if abs(1000 * c.env.step_length - round(1000 * c.env.step_length)) > 1e-6:
+        wrong.append(f"env.step_length={c.env.step_length} is no whole number of milliseconds, which SUMO counts in")
     steps = c.env.control_interval / c.env.step_length
     if abs(steps - round(steps)) > 1e-6 or steps < 1:
         wrong.append(f"env.control_interval={c.env.control_interval} is no multiple of "

@@ -1,4 +1,5 @@
 """What every command tells on the way: one line that renews itself in a terminal, plain lines in a log."""
+import errno
 import os
 import shlex
 import shutil
@@ -69,12 +70,19 @@ def again():
     return f"the same command continues: {shlex.join(sys.orig_argv)}"
 
 
+def caused(error, kinds):
+    """Whether an exception is one of `kinds`, or a path that nobody can open: closed to us, or with too long a name."""
+    return isinstance(error, (*kinds, PermissionError)) or getattr(error, "errno", None) == errno.ENAMETOOLONG
+
+
 def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
     try:
         return work() or 0
-    except (*troubles, *mistakes, PermissionError) as error:
+    except Exception as error:
+        if not caused(error, (*troubles, *mistakes)):
+            raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1 if isinstance(error, troubles) else 2
     except KeyboardInterrupt:

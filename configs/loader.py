@@ -15,6 +15,7 @@ from pathlib import Path
 import yaml
 
 from configs.checks import cross_checks
+from configs.files import write_whole
 from configs.schema import Config
 
 FOLDER = Path(__file__).parent
@@ -68,11 +69,8 @@ def from_dict(tree, source="saved config"):
 
 
 def dump_config(config, path):
-    """Write the resolved configuration as YAML; ConfigError when that is impossible."""
-    try:
-        Path(path).write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: could not be written: {error.strerror}") from None
+    """Write the resolved configuration as YAML, whole or not at all; WriteError when that is impossible."""
+    write_whole(path, yaml.safe_dump(to_dict(config), sort_keys=False))
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from configs import ConfigError, console
-from data.layout import DataError, WriteError, file_hash, only_writer, read_json, write_atomically
+from configs import ConfigError, WriteError, console
+from data.layout import DataError, file_hash, only_writer, read_json, write_atomically
 from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent

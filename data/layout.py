@@ -11,13 +11,14 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
+import math
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from configs.files import whole
 from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
 VERSION = 3
@@ -31,10 +32,6 @@ class DataError(Exception):
 
     def __init__(self, text):  # a DataLoader's process hands it on behind its whole traceback
         super().__init__(text.rpartition("data.layout.DataError: ")[2].strip())
-
-
-class WriteError(DataError):
-    """The disk is full or gives up: another try may do."""
 
 
 class Shape(NamedTuple):
@@ -77,23 +74,12 @@ class Shape(NamedTuple):
 # ---- files -----------------------------------------------------------------------------------------------------
 
 def write_atomically(path, data):
-    """Write text, or an array as .npy, to a temporary file beside `path`, flush it to disk, then rename it. WriteError
-    when the disk is full, with nothing half-written left."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            if isinstance(data, np.ndarray):
-                np.lib.format.write_array(file, data, allow_pickle=False)
-            else:
-                file.write(data.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise WriteError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
-                         "continues") from None
+    """Write text, or an array as .npy, whole or not at all; WriteError when the disk is full."""
+    with whole(path) as file:
+        if isinstance(data, np.ndarray):
+            np.lib.format.write_array(file, data, allow_pickle=False)
+        else:
+            file.write(data.encode())
 
 
 def read_json(path, what):
@@ -164,9 +150,10 @@ def read_description(folder):
     for name in ("nodes", "globals"):
         part = statistics.get(name) if isinstance(statistics, dict) else None
         columns = [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
-        if [len(column) for column in columns] != [len(FEATURES[name])] * 2:
-            raise DataError(f"{folder / 'statistics.json'}: no mean and std of {len(FEATURES[name])} {name} "
-                            f"features; remove {folder} and run data.preprocess again")
+        numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for column in columns for x in column)
+        if [len(column) for column in columns] != [len(FEATURES[name])] * 2 or not numbers or min(columns[1]) <= 0:
+            raise DataError(f"{folder / 'statistics.json'}: no finite mean and positive std of {len(FEATURES[name])} "
+                            f"{name} features; remove {folder} and run data.preprocess again")
     return meta, statistics, shape
 
 

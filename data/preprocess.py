@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import ConfigError, console
-from data.layout import (FEATURES, VERSION, DataError, Shape, WriteError, file_hash, only_writer, read_json,
-                         write_atomically)
+from configs import ConfigError, WriteError, console
+from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_atomically
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
@@ -93,6 +92,9 @@ def destinations(meta, per_chunk, seed):
             seen.add(digest)
     rows, sizes, splits = {}, {}, {}
     for split, members in split_rows.items():
+        if not seen:
+            raise DataError(f"the {len(meta['chunks'])} raw chunks hold no sample: there were never as many vehicles "
+                            "at once as data.vehicles asks for; lower its first number, or raise the demand")
         if not members:
             raise DataError(f"the {split} split is empty ({len(meta['chunks'])} raw chunks): collect more episodes "
                             "(raise data.samples or lower data.samples_per_episode)")

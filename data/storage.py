@@ -1,8 +1,8 @@
 """Features on disk: float16 as they are, or int8 with a scale and a zero per feature.
 
 int8 halves the size. A code c stands for scale * (c - zero); the scale divides a feature's range in the data set,
-extended to 0, into 253 steps, so a value read back is wrong by half a step at most (`largest_error`). 0, which stands
-for "nobody" and "nothing", is exact.
+extended to 0, into 253 steps, so a value read back is wrong by half a step at most, and by float16's rounding, of which
+it is made (`largest_error`). 0, which stands for "nobody" and "nothing", is exact.
 """
 import numpy as np
 
@@ -31,8 +31,9 @@ def scale_and_zero(low, high):
 
 def largest_error(ranges):
     """{part: {feature: largest error of a value read back}}."""
-    return {name: dict(zip(FEATURES[name], ((np.array(high) - low) / STEPS / 2).round(6).tolist()))
-            for name, (low, high) in ranges.items()}
+    def error(low, high):
+        return (np.array(high) - low) / STEPS / 2 + np.spacing(np.maximum(np.abs(low), high).astype(np.float16)) / 2.0
+    return {name: dict(zip(FEATURES[name], error(*limits).round(6).tolist())) for name, limits in ranges.items()}
 
 
 def encode(values, low, high):

@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs.files import WriteError, write_whole
+
 FORMAT = 1
 
 
@@ -56,8 +58,8 @@ def save(folder, step, state, keep_last=3, best=False):
         write_whole(folder / "latest", final.name)
         if best:
             write_whole(folder / "best", final.name)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        why = getattr(error, "strerror", None) or str(error).split("\n")[0]
+    except (OSError, RuntimeError, WriteError) as error:  # torch reports a full disk as RuntimeError
+        why = getattr(error.__cause__ or error, "strerror", None) or str(error).split("\n")[0]
         free = shutil.disk_usage(folder).free >> 20
         raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
     finally:
@@ -79,9 +81,7 @@ def load(folder, which="latest", device="cpu"):
             raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none; remove the folder "
                                   "to begin this phase anew")
         return None
-    wanted = folder / which
-    if which == "best" and wanted.exists() and (folder / wanted.read_text().strip()) in steps:
-        first = folder / wanted.read_text().strip()
+    if which == "best" and (first := _best(folder)) in steps:
         steps = [first] + [s for s in steps if s != first]
     damages = []
     for step in steps:
@@ -99,7 +99,7 @@ def load_step(step, device="cpu"):
     try:
         manifest = json.loads((step / "manifest.json").read_bytes())
         size, digest = (manifest["files"]["state.pt"][key] for key in ("bytes", "sha256"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
     path = step / "state.pt"
     if manifest.get("format") != FORMAT:
@@ -185,12 +185,27 @@ def _steps(folder):
     return sorted((p for p, number in steps.items() if number.isdecimal()), key=lambda p: int(steps[p]))
 
 
+def _best(folder):
+    """The step folder that `best` names; None, and said, when it names none."""
+    path = folder / "best"
+    if not path.exists():
+        return None
+    try:
+        named = path.read_text(errors="replace").strip()
+    except OSError as error:
+        named = error.strerror
+    if (step := folder / named) in _steps(folder):
+        return step
+    print(f"DAMAGED CHECKPOINT: {path}: names no checkpoint there ({named[:40]!r}); the newest is used", flush=True)
+    return None
+
+
 def _prune(folder, keep_last, newest):
     """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers. Damaged
     ones, which were not continued from, may have higher numbers than the newest."""
     steps = [*(step for step in _steps(folder) if step != newest), newest]
-    best = (folder / "best").read_text().strip() if (folder / "best").exists() else ""
-    older = [old for old in steps[:-keep_last] if old.name != best]
+    best = _best(folder)
+    older = [old for old in steps[:-keep_last] if old != best]
     for old in [*older, *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
         shutil.rmtree(old, ignore_errors=True)
     if older and folder not in _told:
@@ -213,15 +228,3 @@ def _sync_folder(folder):
     descriptor = os.open(folder, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def write_whole(path, text):
-    """Write a text file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
-            _flush(file)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

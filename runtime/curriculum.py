@@ -1,26 +1,30 @@
 """Curriculum of phase 2: the elements of env.suite are stages of growing difficulty.
 
 An evaluation is an iteration in which episodes of the present stage ended; its score is the share of loaded vehicles
-that arrived in them. The state is a dictionary of plain numbers that travels in the checkpoints.
+that arrived in them. The state is a dictionary of plain values that travels in the checkpoints.
 """
 import numpy as np
 
-START = {"stage": 0, "evaluations": 0, "over": 0, "over_sum": 0.0, "under": 0, "level": 0.0, "fallbacks": 0}
+START = {"stage": 0, "evaluations": 0, "over": 0, "over_sum": 0.0, "under": 0, "level": 0.0, "fallbacks": 0,
+         "lower": []}  # levels of the stages below
 
 
 def after(state, score, last_stage, p):
     """The state after an evaluation. `p` is configs.CurriculumConfig.
 
     The next stage follows `evaluations` scores in a row above `threshold`, whose mean is then the `level` to keep;
-    the stage before follows `collapse_evaluations` scores in a row below `collapse_share` of that level.
+    the stage before follows `collapse_evaluations` scores in a row below `collapse_share` of that level, and has the
+    level again that it had.
     """
-    s = {**state, "evaluations": state["evaluations"] + 1}
+    s = {**START, **state, "evaluations": state["evaluations"] + 1}
     s["over"], s["over_sum"] = (s["over"] + 1, s["over_sum"] + score) if score > p.threshold else (0, 0.0)
     s["under"] = s["under"] + 1 if score < p.collapse_share * s["level"] else 0
     if s["over"] >= p.evaluations and s["evaluations"] >= p.patience and s["stage"] < last_stage:
-        return {**START, "stage": s["stage"] + 1, "level": s["over_sum"] / s["over"], "fallbacks": s["fallbacks"]}
+        return {**START, "stage": s["stage"] + 1, "level": s["over_sum"] / s["over"], "fallbacks": s["fallbacks"],
+                "lower": [*s["lower"], s["level"]]}
     if s["under"] >= p.collapse_evaluations and s["fallbacks"] < p.fallbacks:
-        return {**START, "stage": s["stage"] - 1, "fallbacks": s["fallbacks"] + 1}
+        *lower, level = s["lower"] or [0.0]
+        return {**START, "stage": s["stage"] - 1, "fallbacks": s["fallbacks"] + 1, "level": level, "lower": lower}
     return s
 
 

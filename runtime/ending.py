@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from configs.console import caused
+
 OUT_OF_MEMORY = 4  # exit code
 
 
@@ -14,11 +16,11 @@ def run_script(main, user_errors, troubles=()):
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
     try:
         return note(main() or 0)
-    except (*troubles, *user_errors, PermissionError) as error:
-        if first_to_speak():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return note(1 if isinstance(error, troubles) else 2)
     except Exception as error:
+        if caused(error, (*troubles, *user_errors)):
+            if first_to_speak():
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            return note(1 if isinstance(error, troubles) else 2)
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
             note(1)
             raise

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import math
-import os
 import statistics
 import sys
 import threading
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 from configs import console
+from configs.files import write_whole
 
 # Name -> meaning. A name outside this table is refused; the README's glossary is compared with it by a test.
 VOCABULARY = {
@@ -155,11 +155,9 @@ class Metrics:
         if not self.active or not self.path.exists():
             return
         rows = read_metrics(self.path)
-        kept = [r for r in rows if r["phase"] != self.phase or r["epoch"] <= epoch]
+        kept = [r for r in rows if r["phase"] != self.phase or isinstance(r["epoch"], int) and r["epoch"] <= epoch]
         if len(kept) != len(rows) or not self.path.read_bytes().endswith(b"\n"):  # half a line swallows the next
-            temporary = self.path.with_name(f".{self.path.name}.tmp")
-            temporary.write_text("".join(json.dumps(r) + "\n" for r in kept))
-            os.replace(temporary, self.path)
+            write_whole(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
 
 def _leave_to_record(about, otherwise):
@@ -172,7 +170,7 @@ def read_metrics(path):
     """All complete records of a metrics.jsonl."""
     rows = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):  # the last line of a run that was killed while writing
+        with contextlib.suppress(ValueError, RecursionError):  # the last line of a run that was killed while writing
             rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict) and {"phase", "epoch", "time"} <= row.keys()]
 

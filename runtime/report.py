@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from configs import WriteError
 from configs.console import exit_code
+from configs.files import write_whole
 from runtime import pictures
-from runtime.checkpoint import versions, write_whole
+from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.pictures import grid, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
@@ -97,7 +99,7 @@ def blaming(path):
         yield
     except DamagedFile:  # that names it already
         raise
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RecursionError) as error:
         raise DamagedFile(f"{path}: damaged or half written ({type(error).__name__}: {error}); remove it and run the "
                           "step that wrote it again") from None
 
@@ -216,4 +218,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main, (DamagedFile, OSError)))
+    sys.exit(exit_code(main, (DamagedFile, OSError), troubles=(WriteError,)))

@@ -36,3 +36,10 @@ def claim(folder):
         file.close()
         raise ConfigError(f"{folder}: another process is working there; wait for it or change run.name") from None
     return file
+
+
+def claim_phase(folder):
+    """`claim` a phase's folder, and the run's around it, whose records and configuration all phases write; below the
+    coordinator, which holds that one, the phase's alone."""
+    below = "EXIT_CODE_FILE" in os.environ
+    return [claim(path) for path in (Path(folder).parent, folder)[below:]]

@@ -12,7 +12,7 @@ from configs import Config, ConfigError, dump_config, to_dict
 from configs.options import leaves
 from runtime import checkpoint
 from runtime.profiler import profile_steps
-from runtime.resources import claim
+from runtime.resources import claim_phase
 
 
 def run_folder(cfg, team):
@@ -95,7 +95,7 @@ class Progress:
         self.anchor = anchor  # a module that the loss compares with, or None
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.lock, self.failures = claim(folder) if team.is_main else None, 0
+        self.locks, self.failures = claim_phase(folder) if team.is_main else None, 0
         if team.is_main:
             profile_steps(optimizer, cfg.profile, folder)
         self.counters = dict(COUNTERS)
@@ -104,7 +104,7 @@ class Progress:
         """Continue from the newest complete checkpoint; returns False when there is none."""
         state = checkpoint.load(self.folder)
         counters = (state or {}).get("counters")
-        seen = self.team.gather(counters.get("updates") if isinstance(counters, dict) else None)
+        seen = self.team.gather(str(counters.get("updates")) if isinstance(counters, dict) else None)
         if len(set(seen)) > 1:  # a network file system may show a node an older moment
             raise checkpoint.CheckpointError(f"{self.folder}: the ranks see different checkpoints (updates {seen}); "
                                              "start again")
@@ -120,7 +120,7 @@ class Progress:
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])
-            if not all(isinstance(state["counters"].get(name, 0), (int, float)) for name in COUNTERS):
+            if not all(isinstance(state["counters"].get(name, 0), (type(x), int)) for name, x in COUNTERS.items()):
                 raise ValueError(f"counters {state['counters']}")
             self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]
@@ -129,7 +129,7 @@ class Progress:
             else:
                 self.team.say(f"NOTE: saved by {len(ranks)} ranks, resumed by {self.team.world}: random states start "
                               "anew")
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
                                              f"program: {type(error).__name__} {error}") from None
         c = self.counters

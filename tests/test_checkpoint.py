@@ -224,6 +224,17 @@ def test_crash_before_latest_moved(saved):
     assert step_in(saved) == 3
 
 
+@pytest.mark.parametrize("damage", [b"\xf3tep_000002", b"step_000009", None])
+def test_damaged_name_of_the_best_is_told_and_the_newest_used(saved, damage, capsys):
+    """One flipped bit was a traceback, after every further checkpoint too; a wrong name was passed over in silence."""
+    (saved / "best").unlink(missing_ok=True)
+    (saved / "best").mkdir() if damage is None else (saved / "best").write_bytes(damage)
+    assert step_in(saved, "best") == 3
+    assert f"DAMAGED CHECKPOINT: {saved / 'best'}: names no checkpoint" in capsys.readouterr().out
+    checkpoint.save(saved, 4, state_of(4))
+    assert step_in(saved) == 4
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 704 vs 598")])
 def test_full_disk_leaves_the_old_ones_intact(saved, monkeypatch, error):
     """torch reports a full disk as RuntimeError; then the half-written file once stayed on the full disk."""

@@ -275,6 +275,7 @@ def test_empty_file_means_the_defaults(tmp_path, text):
 @pytest.mark.parametrize("overrides, words", [
     (["env.control_interval=1.05"], ["env.control_interval=1.05", "env.step_length=0.1"]),
     (["env.control_interval=0.1", "env.step_length=0.5"], ["env.control_interval=0.1", "env.step_length=0.5"]),
+    (["env.step_length=0.0125"], ["env.step_length=0.0125", "milliseconds"]),  # SUMO refused the subscription
     (["ddp.static_graph=true"], ["ddp.static_graph", "phase3.accumulation=2"]),
     (["ddp.static_graph=true", "phase3.accumulation=1", "phase1.accumulation=4"], ["phase1.accumulation=4"]),
     (["ddp.static_graph=true", "phase3.accumulation=1", "phase2.imitate_keep=2", "phase2.imitate_corrections=1"],

@@ -1,6 +1,8 @@
 """coordinator.py: the order of the steps, what is repeated and what is not; the steps themselves do not run here."""
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,9 @@ import pytest
 
 import coordinator
 from configs import ConfigError
+from runtime.resources import claim
+
+ROOT = Path(coordinator.__file__).parent
 
 
 @pytest.fixture
@@ -40,6 +45,24 @@ def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
     assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
     assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
     assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
+
+
+def test_one_step_and_all_from_a_phase_exclude_each_other(steps, capsys):
+    """--from-phase was ignored in silence."""
+    with pytest.raises(SystemExit, match="2"):
+        steps("--only", "phase2", "--from-phase", "3")
+    assert "not allowed with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below, code", [(False, 1), (True, 0)])
+def test_a_phase_does_not_train_beside_the_coordinator_of_its_run(tmp_path, below, code):
+    """`train_rl.py` trained in a run whose coordinator was in phase 1, which later took its work for its own."""
+    lock = claim(tmp_path / "run")  # the coordinator's
+    words = f"from runtime.resources import claim_phase; claim_phase({str(tmp_path / 'run/phase2')!r})"
+    env = {**os.environ, **({"EXIT_CODE_FILE": str(tmp_path / "code")} if below else {})}
+    done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == code and ("run: another process is working there" in done.stderr) == (not below)
+    lock.close()
 
 
 def test_bad_input_is_to_be_corrected_first(steps, capsys):

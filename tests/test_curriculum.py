@@ -26,7 +26,19 @@ def test_stages_follow_the_table():
     for score, stage, fallbacks in TABLE:
         state = after(state, score, 2, P)
         assert (state["stage"], state["fallbacks"]) == (stage, fallbacks), score
-    assert START == dict.fromkeys(START, 0)
+    assert START == {**dict.fromkeys(START, 0), "lower": []}
+
+
+def test_a_second_collapse_leads_further_down():
+    """The level of the stage below was forgotten, so that nothing could collapse there."""
+    p = CurriculumConfig(evaluations=2, patience=2, collapse_evaluations=2, fallbacks=2)
+    old = {name: value for name, value in START.items() if name != "lower"}  # of an older checkpoint
+    state, seen = old, []
+    for score in (0.9, 0.9, 0.85, 0.85, *[0.05] * 8):
+        state = after(state, score, 2, p)
+        seen.append((state["stage"], round(state["level"], 6)))
+    assert seen == [(0, 0), (1, 0.9), (1, 0.9), (2, 0.85), (2, 0.85), (1, 0.9), (1, 0.9), *[(0, 0)] * 5]
+    assert state["fallbacks"] == 2
 
 
 @pytest.mark.parametrize("stage, share", [(0, 0.0), (1, 0.3), (2, 0.4), (3, 0.5), (4, 0.5)])
@@ -58,6 +70,6 @@ def test_state_travels_in_the_checkpoint(tmp_path):
     first = progress()
     first.counters["curriculum"] = state = after(after(START, 0.9, 2, P), 0.85, 2, P)
     first.save()
-    first.lock.close()
+    [lock.close() for lock in first.locks]
     second = progress()
     assert second.resume() and second.counters["curriculum"] == state != START

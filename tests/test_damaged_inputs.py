@@ -3,15 +3,17 @@ import importlib.metadata
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
 from data_sets import config, silent
 from test_checkpoint import trainee
 
-from configs import Config, ConfigError, load_config
+import coordinator
+from configs import Config, ConfigError, WriteError, dump_config, load_config
 from data.collect import collect
-from data.layout import DataError, write_atomically
+from data.layout import DataError, read_description, write_atomically
 from data.preprocess import preprocess
 from env import launch, sumo
 from runtime import checkpoint
@@ -83,7 +85,7 @@ def step_in_updates(folder):
 
 def test_full_disk_while_preprocessing_is_one_message_and_the_same_command_continues(raw, full):
     """It was a traceback, and its temporary file stayed on the full disk."""
-    with pytest.raises(DataError, match="could not be written: No space left"):
+    with pytest.raises(WriteError, match="could not be written: No space left"):
         preprocess(config(raw), silent)
     assert not [path for path in raw.rglob(".*") if path.name != ".lock"]
     full()
@@ -92,9 +94,34 @@ def test_full_disk_while_preprocessing_is_one_message_and_the_same_command_conti
 
 def test_half_written_file_of_a_full_disk_is_removed(tmp_path, full):
     (tmp_path / "a.json").write_text("old")
-    with pytest.raises(DataError, match="a.json"):
+    with pytest.raises(WriteError, match="a.json"):
         write_atomically(tmp_path / "a.json", json.dumps("new"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
+
+
+def test_full_disk_while_records_are_dropped_keeps_them(tmp_path, full):
+    """A resumed phase ended in a traceback, and left a temporary file."""
+    metrics = Metrics(tmp_path, 1)
+    for epoch in (1, 2):
+        metrics.record(epoch, 3, loss=1.0)
+    with pytest.raises(WriteError, match="metrics.jsonl: could not be written: No space left"):
+        metrics.drop_after(1)
+    assert len(read_metrics(metrics.path)) == 2 and [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_full_disk_while_the_configuration_is_written_keeps_the_old_one(tmp_path, full):
+    """A config.yaml that ends anywhere reads as one whose other values are the defaults."""
+    (tmp_path / "config.yaml").write_text("old")
+    with pytest.raises(WriteError, match="config.yaml: could not be written"):
+        dump_config(Config(), tmp_path / "config.yaml")
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"] and (tmp_path / "config.yaml").read_text() == "old"
+
+
+def test_full_disk_ends_the_coordinator_with_one_message(tmp_path, full, monkeypatch, capsys):
+    """It was a traceback, and state.json went on saying "running"."""
+    monkeypatch.setattr(sys, "argv", ["coordinator.py", "--config", "configs/smoke.yaml", f"run.folder={tmp_path}"])
+    assert coordinator.main() == 1
+    assert "error: " in (told := capsys.readouterr().err) and "state.json: could not be written" in told
 
 
 def test_a_record_that_does_not_fit_on_the_disk_is_left_out_whole(tmp_path, capsys):
@@ -124,6 +151,17 @@ def test_weights_that_are_no_tensors_are_named(tmp_path):
     weights = {"schema": {}, "model": {**model.state_dict(), "bias": "text"}}
     with pytest.raises(checkpoint.CheckpointError, match="bias: shape of 'text', here"):
         checkpoint.load_weights(model, weights, {}, tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), 0, "x"])
+def test_statistics_that_nothing_can_be_normalised_with_are_refused(copy, wrong):
+    """data.check found nothing wrong with them; training ended in a traceback."""
+    folder = next((copy / "processed").iterdir())
+    numbers = json.loads((folder / "statistics.json").read_text())
+    numbers["nodes"]["std"][2] = wrong
+    (folder / "statistics.json").write_text(json.dumps(numbers))
+    with pytest.raises(DataError, match="statistics.json: no finite mean and positive std of 9 nodes features"):
+        read_description(folder)
 
 
 def test_missing_statistics_are_made_again(copy):
@@ -183,7 +221,12 @@ def test_libraries_that_the_system_lacks_are_named_with_their_packages(tmp_path,
         sumo.Sumo(["-c", "any.sumocfg"])
 
 
-@pytest.mark.parametrize("key, value", [("optimizer", None), ("counters", []), ("ranks", [{}, {}]), ("scaler", 5)])
+COUNTS = {"epoch": 1, "updates": 1}
+
+
+@pytest.mark.parametrize("key, value", [
+    ("optimizer", None), ("counters", []), ("ranks", [{}, {}]), ("scaler", 5), ("counters", {**COUNTS, "updates": []}),
+    ("counters", {**COUNTS, "epoch": float("inf")}), ("counters", {**COUNTS, "updates": 1.5})])
 def test_checkpoint_with_a_wrong_part_is_refused(tmp_path, key, value):
     """It was a traceback, or with empty counters a silent start from scratch; weights and checksums were right."""
     progress, step = trainee(tmp_path, 1)

@@ -16,7 +16,7 @@ import coordinator
 import evaluate
 import train_ddp
 import train_rl
-from configs import Config, ConfigError, load_config, to_dict
+from configs import Config, ConfigError, WriteError, load_config, to_dict
 from configs.command_line import parse
 from configs.show import show
 from data.dataset import BlockSampler
@@ -33,7 +33,7 @@ from data_sets import config, make_data_set
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("configs", "data", "env", "models", "runtime")
-ERRORS = (ConfigError, DataError, SumoError, CheckpointError, WorkerError, SpillError)
+ERRORS = (ConfigError, WriteError, DataError, SumoError, CheckpointError, WorkerError, SpillError)
 TEAM = distributed.Team(0, 1, 0, 1, torch.device("cpu"))
 
 
@@ -162,7 +162,7 @@ CASES = [
     ("not metadata of a data set of format",
      lambda t, m, r: described(t, "metadata.json", lambda d: {**d, "version": 1}),
      ["metadata.json", "format 3", "data.preprocess"]),
-    ("no mean and std of", lambda t, m, r: described(t, "statistics.json", lambda d: {}),
+    ("no finite mean and positive std of", lambda t, m, r: described(t, "statistics.json", lambda d: {}),
      ["statistics.json", "9 nodes", "data.preprocess"]),
     ("missing; run data.preprocess again", lambda t, m, r: chunk(t, lambda p, c, s: p.unlink()),
      ["chunk_000.npy", "missing", "data.preprocess"]),
@@ -174,6 +174,9 @@ CASES = [
      ["chunk_000.npy", "nodes is", "expected", "remove it"]),
     ("at least 1 ", lambda t, m, r: chunk(t, lambda p, c, s: c.update(rows=99)),
      ["chunk_000.npy", "(4, 3)", "(99, 3)"]),
+    ("hold no sample", lambda t, m, r: destinations({"chunks": [
+        {"file": "a.json", "episode": 0, "hashes": []}], "held_out_episodes": []}, 4, 0),
+     ["1 raw chunks", "data.vehicles"]),
     ("split is empty", lambda t, m, r: destinations({"chunks": [
         {"file": "a", "episode": 0, "hashes": ["1"]}], "held_out_episodes": []}, 5, 0),
      ["held_out", "1 raw chunks", "data.samples_per_episode"]),
@@ -234,7 +237,7 @@ CASES = [
     ("cannot be evaluated with", lambda t, m, r: other_model(m, "env.control_interval=0.5"),
      ["runs/x", "'control_interval': 0.5", "'control_interval': 1.0", "without --config"]),
     ("evaluated with {cfg.model", lambda t, m, r: other_model(m, "model.lane_room_m=2"),
-     ["runs/x", "lane_room_m=2", "with 5", "without --config"]),
+     ["runs/x", "lane_room_m=2", "with 0", "without --config"]),
     ("its simulator was lost", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
      ["none with seed 7", "4 times", "rollout.restarts=3", "SUMO said"]),
 ]

@@ -54,7 +54,7 @@ def test_a_changed_weight_decay_counts_when_a_phase_goes_on(tmp_path):
                         Precision(Config().phase1.amp, ALONE.device).scaler)
     first = progress(0.01)
     first.save()
-    first.lock.close()
+    [lock.close() for lock in first.locks]
     again = progress(0.5)
     assert again.resume() and [group["weight_decay"] for group in again.optimizer.param_groups] == [0.5]
 

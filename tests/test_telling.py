@@ -260,6 +260,16 @@ def test_folder_that_is_closed_to_us_is_one_message(ending, monkeypatch, capsys)
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: '/closed/runs'\n"
 
 
+@pytest.mark.parametrize("ending", [console.exit_code, run_script])
+def test_name_that_is_too_long_is_one_message(ending, monkeypatch, tmp_path, capsys):
+    """A --config, --checkpoint or --scenario of 300 letters was a traceback."""
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
+    assert ending((tmp_path / ("x" * 300)).exists, ()) == 2
+    assert "File name too long" in capsys.readouterr().err
+    with pytest.raises(OSError):
+        ending((tmp_path / "nothing").read_text, ())
+
+
 def test_interrupt_says_what_is_kept(capsys):
     """data.preprocess ended with a traceback."""
     def work():

@@ -1,0 +1,33 @@
+"""Text files that are whole or not there at all, and what is said when the disk is full."""
+import contextlib
+import os
+from pathlib import Path
+
+
+class WriteError(Exception):
+    """A file could not be written: the disk is full, or cannot be written to. The message names the file."""
+
+
+@contextlib.contextmanager
+def whole(path):
+    """A binary file to write, which takes `path`'s place at the end. WriteError when that fails: nothing half-written
+    is left, an older file stays as it was."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise WriteError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
+                         "continues") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path, text):
+    """Write a text file so."""
+    with whole(path) as file:
+        file.write(text.encode("utf-8", "surrogateescape"))
