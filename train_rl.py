@@ -86,7 +86,7 @@ def phase2(cfg, team, guard):
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), **guard.facts(),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
-                           time_learn=time.perf_counter() - start)
+                           imitated=int(imitate), time_learn=time.perf_counter() - start)
             asked = guard.must_stop()
             fewer = guard.give_up_worker(pool)
             boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, taught)

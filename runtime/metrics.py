@@ -19,6 +19,7 @@ VOCABULARY = {
     "epoch": "pass over the data (phase 1), collect-and-learn round (phases 2 and 3)",
     "time": "seconds since 1970",
     "curriculum_stage": "stage of phase 2's curriculum, from 0",
+    "imitated": "1 where phase 2 learned a rule's choices (warm start), 0 where its own",
     "stage": "stage of phase 1: 1 = next state, 2 = next H states and conflicts",
     "loss": "training loss",
     "loss_held_out": "world-model loss on held-out episodes",
@@ -177,7 +178,8 @@ def read_metrics(path):
 
 def findings(rows):
     """{kind: what looks wrong and what to do} in the records of a phase; the last ones decide."""
-    rows = [row for row in rows if row.get("stage") != 1]  # its loss and gradients are small, and other ones follow
+    # Losses and gradients of stage 1 are small, those of the warm start large; other ones follow.
+    rows = [row for row in rows if row.get("stage") != 1 and not row.get("imitated")]
     found, recent = {}, {name: _values(rows, name)[-RECENT:] for name in ("grad_norm", "overflow_share")}
     norm, share = (statistics.fmean(values) if len(values) == RECENT else None for values in recent.values())
     if norm is not None and not 0.1 <= norm <= 10:

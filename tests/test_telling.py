@@ -128,6 +128,7 @@ def test_what_looks_wrong_is_found(name, values, found):
 def test_stage_1_is_no_measure():
     """Its gradients are a hundredth of stage 2's: every run of default.yaml would have begun with a warning."""
     assert findings([{**row, "stage": 1} for row in records("grad_norm", [0.01] * 15)]) == {}
+    assert findings([{**row, "imitated": 1} for row in records("grad_norm", [100.0] * 15)]) == {}
 
 
 def test_warning_is_said_when_it_begins(tmp_path, capsys):
