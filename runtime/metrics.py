@@ -21,7 +21,7 @@ VOCABULARY = {
     "curriculum_stage": "stage of phase 2's curriculum, from 0",
     "imitated": "1 where phase 2 learned a rule's choices (warm start), 0 where its own",
     "stage": "stage of phase 1: 1 = next state, 2 = next H states and conflicts",
-    "loss": "training loss",
+    "loss": "training loss; of an epoch that was stopped and continued, that of its rest",
     "loss_held_out": "world-model loss on held-out episodes",
     "rmse_position": "held-out RMSE of the displacement after one control step, m",
     "rmse_speed": "held-out RMSE of the speed after one control step, m/s",
