@@ -120,9 +120,10 @@ class Progress:
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])
-            if not all(isinstance(state["counters"].get(name, 0), (type(x), int)) for name, x in COUNTERS.items()):
-                raise ValueError(f"counters {state['counters']}")
-            self.counters.update(state["counters"], epoch=int(state["counters"]["epoch"]))
+            numbers = all(isinstance(counters.get(name, 0), (int, float)) for name in COUNTERS)
+            if not numbers or not isinstance(counters["updates"], int):
+                raise ValueError(f"counters {counters}")
+            self.counters.update(counters, epoch=int(counters["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]
             if len(ranks) == self.team.world:
                 checkpoint.restore_random_state(ranks[self.team.rank], self.team.device)
@@ -132,8 +133,7 @@ class Progress:
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
             raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
                                              f"program: {type(error).__name__} {error}") from None
-        c = self.counters
-        self.team.say(f"resumed from {self.folder} (epoch {c['epoch']}, {c['updates']} updates)")
+        self.team.say(f"resumed from {self.folder} (epoch {counters['epoch']}, {counters['updates']} updates)")
         return True
 
     def begin_data(self, name, epochs):
