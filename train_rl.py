@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import numpy as np
@@ -33,7 +34,7 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard
 from runtime.metrics import Metrics
 from runtime.precision import Precision
-from runtime.resources import share_of_workers, threads_per_process
+from runtime.resources import claim, share_of_workers, threads_per_process
 from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
@@ -251,7 +252,8 @@ def one_learner_per_gpu(cfg):
         if "EXIT_CODE_FILE" in os.environ:  # below the coordinator
             os.execv(sys.executable, command)
         threads = threads_per_process(cfg.run.threads, gpus, cfg.rollout.num_workers)
-        return run_step("phase 2", command, threads, Stop())
+        with claim(Path(cfg.run.folder) / cfg.run.name):  # in the coordinator's place
+            return run_step("phase 2", command, threads, Stop())
 
 
 @record

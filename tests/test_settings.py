@@ -116,9 +116,9 @@ def test_a_stop_of_the_step_itself_is_no_end_of_it():
     assert coordinator.run_step("phase2", step, 1, stop) == 0 and stop.asked
 
 
-def test_one_command_for_several_gpus_keeps_its_exit_codes(monkeypatch):
+def test_one_command_for_several_gpus_keeps_its_exit_codes(monkeypatch, tmp_path):
     """`python train_rl.py` became torchrun, which ends with 1 whatever its ranks say."""
-    calls, cfg = [], load_config("configs/smoke.yaml", ["run.device=auto"])
+    calls, cfg = [], load_config("configs/smoke.yaml", ["run.device=auto", f"run.folder={tmp_path}"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(train_rl, "run_step", lambda step, command, *_: calls.append(command) or 3)
     monkeypatch.setattr(os, "execv", lambda program, command: calls.append(command))
