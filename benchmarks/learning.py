@@ -1,6 +1,6 @@
 """Does phase 2 learn? Train several seeds and compare the mean return of the last tenth of iterations with the first.
 
-    python -m benchmarks.learning --config configs/quick.yaml --seeds 1-5 --json learning.json phase2.iterations=40
+    python -m benchmarks.learning --config configs/ring.yaml --seeds 1-5 --json learning.json phase2.iterations=40
 
 Every seed trains in runs/<name>-seed<N>, from the phase 1 checkpoint of runs/<name> when there is one. With
 matplotlib installed, the curves are drawn beside the JSON file.
