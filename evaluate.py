@@ -24,8 +24,8 @@ import torch
 
 from configs import ConfigError, console, from_dict, load_config
 from configs.command_line import parse
+from configs.files import write_whole
 from controllers import CONTROLLERS, SHIELD_LOG, Audit, make_controller
-from data.layout import write_atomically
 from env.gui import check_display
 from env.score import paired_score
 from env.traffic_env import check_scenario
@@ -139,7 +139,7 @@ def write(path, scenario, seeds, rows, log):
     variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
     if variants:
         result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
-    write_atomically(path, json.dumps(result, indent=1))
+    write_whole(path, json.dumps(result, indent=1))
     write_csv(path.with_suffix(".csv"), [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)])
     write_csv(path.with_suffix(".shield.csv"), [(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
 
@@ -147,7 +147,7 @@ def write(path, scenario, seeds, rows, log):
 def write_csv(path, lines):
     text = io.StringIO()
     csv.writer(text).writerows(lines)
-    write_atomically(path, text.getvalue())
+    write_whole(path, text.getvalue())
 
 
 def find_checkpoint(path):

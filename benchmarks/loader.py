@@ -31,15 +31,15 @@ from torch.utils.data import Dataset, default_collate
 from benchmarks.arguments import at_least, writable
 from benchmarks.report import finish
 from configs import Config
+from configs.files import write_whole
 from configs.phases import LoaderConfig
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset
 from data.loading import make_loader
-from data.layout import FEATURES, GRAPH, VERSION, Shape, file_hash, write_atomically
+from data.layout import FEATURES, GRAPH, VERSION, Shape, file_hash, write_array
 from data.storage import encode, value_ranges
 
-BATCH, BATCHES, PER_CHUNK = 32, 40, 50
-LIMIT_MB = 300
+BATCH, BATCHES, PER_CHUNK, LIMIT_MB = 32, 40, 50, 300
 
 
 # ---- the data set ----------------------------------------------------------------------------------------------
@@ -58,13 +58,13 @@ def write_data_set(folder, shape, rows, source=None):
             for field in frames.dtype.names:
                 coded[field] = encode(frames[field], *ranges[field]) if field in ranges else frames[field]
             frames = coded
-        write_atomically(folder / name, frames)
+        write_array(folder / name, frames)
         chunks.append({"file": name, "rows": PER_CHUNK, "split": "train", "bytes": (folder / name).stat().st_size,
                        "sha256": file_hash(folder / name)})
-    write_atomically(folder / "metadata.json", json.dumps(
+    write_whole(folder / "metadata.json", json.dumps(
         {"version": VERSION, "shape": shape._asdict(), "ranges": ranges, "chunks": chunks}))
     moments = {name: {"mean": [0.0] * len(FEATURES[name]), "std": [1.0] * len(FEATURES[name])} for name in FEATURES}
-    write_atomically(folder / "statistics.json", json.dumps(moments))
+    write_whole(folder / "statistics.json", json.dumps(moments))
     return folder
 
 

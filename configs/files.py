@@ -28,6 +28,6 @@ def whole(path):
 
 
 def write_whole(path, text):
-    """Write a text file so."""
+    """Write a text file, whole or not at all; WriteError when that fails."""
     with whole(path) as file:
         file.write(text.encode("utf-8", "surrogateescape"))

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from configs import ConfigError, WriteError, console
-from data.layout import DataError, file_hash, only_writer, read_json, write_atomically
+from configs.files import write_whole
+from data.layout import DataError, file_hash, only_writer, read_json
 from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent
@@ -124,7 +125,7 @@ def collect_episode(cfg, job, folder):
         texts = [json.dumps(sample) for sample in batch]
         head = {key: getattr(job, key) for key in HEAD}
         head = json.dumps({**head, "hashes": [content_hash(sample) for sample in batch]})
-        write_atomically(Path(folder) / name, head[:-1] + ', "samples": [' + ",\n".join(texts) + "]}")
+        write_whole(Path(folder) / name, head[:-1] + ', "samples": [' + ",\n".join(texts) + "]}")
     return len(samples)
 
 
@@ -223,7 +224,7 @@ def _write_metadata(cfg, folder, plan):
     # The golden ratio spreads the held-out episodes over scenarios, controllers and demands, whatever their number.
     spread = sorted(range(len(plan)), key=lambda e: e * 0.6180339887 % 1)
     held_out = sorted(spread[:min(max(round(cfg.data.held_out * len(plan)), 1), max(len(plan) - 1, 1))])
-    write_atomically(folder / "metadata.json", json.dumps(
+    write_whole(folder / "metadata.json", json.dumps(
         {"sumo_version": version("eclipse-sumo"), "scenarios": scenarios(cfg), "held_out_episodes": held_out,
          "settings": raw_settings(cfg), "chunks": chunks}, indent=1))
 

@@ -73,13 +73,10 @@ class Shape(NamedTuple):
 
 # ---- files -----------------------------------------------------------------------------------------------------
 
-def write_atomically(path, data):
-    """Write text, or an array as .npy, whole or not at all; WriteError when the disk is full."""
+def write_array(path, array):
+    """Write an array as .npy, whole or not at all; WriteError when the disk is full."""
     with whole(path) as file:
-        if isinstance(data, np.ndarray):
-            np.lib.format.write_array(file, data, allow_pickle=False)
-        else:
-            file.write(data.encode())
+        np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def read_json(path, what):

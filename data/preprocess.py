@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, WriteError, console
-from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_atomically
+from configs.files import write_whole
+from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_array
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
@@ -63,8 +64,8 @@ def build(cfg, meta, out, report, meanwhile):
     ranges = _ranges(out, plan) if shape.storage == "int8" else None
     chunks = [_finish_chunk(out, name, plan, shape, ranges) for name in plan["sizes"]]
     statistics = compute_statistics(out, [c for c in chunks if c["split"] == "train"], ranges)
-    write_atomically(out / "statistics.json", json.dumps(statistics, indent=1))
-    write_atomically(out / "metadata.json", json.dumps({
+    write_whole(out / "statistics.json", json.dumps(statistics, indent=1))
+    write_whole(out / "metadata.json", json.dumps({
         "version": VERSION, "sumo_version": meta["sumo_version"], "scenarios": meta["scenarios"],
         "shape": shape._asdict(), "interval": cfg.env.control_interval, "features": FEATURES, "ranges": ranges,
         "largest_error": ranges and largest_error(ranges), "raw_sha256": file_hash(raw / "metadata.json"),
@@ -90,11 +91,11 @@ def destinations(meta, per_chunk, seed):
             if digest not in seen:
                 split_rows[split].append((chunk["file"], index))
             seen.add(digest)
+    if not seen:
+        raise DataError(f"the {len(meta['chunks'])} raw chunks hold no sample: there were never as many vehicles at "
+                        "once as data.vehicles asks for; lower its first number, or raise the demand")
     rows, sizes, splits = {}, {}, {}
     for split, members in split_rows.items():
-        if not seen:
-            raise DataError(f"the {len(meta['chunks'])} raw chunks hold no sample: there were never as many vehicles "
-                            "at once as data.vehicles asks for; lower its first number, or raise the demand")
         if not members:
             raise DataError(f"the {split} split is empty ({len(meta['chunks'])} raw chunks): collect more episodes "
                             "(raise data.samples or lower data.samples_per_episode)")
@@ -112,7 +113,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile):
     done = read_json(progress, "a list of chunks") if progress.exists() else []
     for name, size in plan["sizes"].items():
         if not (out / name).exists() and not (out / f"{name}.part").exists():
-            write_atomically(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
+            write_array(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
             done = []
     console.begin("preprocess: raw chunk", len(done))
     for number, chunk in enumerate(meta["chunks"], 1):
@@ -135,7 +136,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile):
                 array[row] = record
             array.flush()
         done.append(chunk["file"])
-        write_atomically(progress, json.dumps(done))
+        write_whole(progress, json.dumps(done))
         console.progress("preprocess: raw chunk", number, len(meta["chunks"]), always=number == len(meta["chunks"]))
         meanwhile()
 
@@ -161,7 +162,7 @@ def _ranges(out, plan):
             raise DataError(f"{path}: missing, although chunks beside it are encoded; remove {out}")
         parts = (np.load(out / f"{name}.part", mmap_mode="r") for name in plan["sizes"])
         slices = (part[i:i + 16] for part in parts for i in range(0, len(part), 16))
-        write_atomically(path, json.dumps(value_ranges(slices)))
+        write_whole(path, json.dumps(value_ranges(slices)))
     return read_json(path, "value ranges of the features")
 
 
@@ -174,7 +175,7 @@ def _finish_chunk(out, name, plan, shape, ranges):
         filled, final = np.load(part, mmap_mode="r"), np.empty((plan["sizes"][name], shape.frames), shape.frame())
         for field in final.dtype.names:
             final[field] = encode(filled[field], *ranges[field]) if field in ranges else filled[field]
-        write_atomically(out / name, final)
+        write_array(out / name, final)
     part.unlink(missing_ok=True)
     return {"file": name, "rows": plan["sizes"][name], "split": plan["splits"][name],
             "bytes": (out / name).stat().st_size, "sha256": file_hash(out / name)}

@@ -7,7 +7,8 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from data.layout import VERSION, DataError, file_hash, read_json, write_atomically
+from configs.files import write_whole
+from data.layout import VERSION, DataError, file_hash, read_json
 from env.scenarios import options_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
@@ -85,7 +86,7 @@ def check_settings(path, settings, remedy):
         if any(path.parent.glob("chunk_*")):
             raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(settings, indent=1))
+        write_whole(path, json.dumps(settings, indent=1))
         return
     old = read_json(path, "the settings of this data set")
     if not isinstance(old, dict):

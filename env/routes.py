@@ -34,18 +34,17 @@ class Routes:
     def follow(self, simulator, ids, routes, slots, fresh, icv):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
         habits of ICVs that are `fresh` [N] or sent another way, perhaps to a stop: only who is commanded matters."""
-        of_slot = self.of_slot
-        for i in np.flatnonzero(icv) if self.step else ():
-            if fresh[i] or of_slot[slots[i]] != routes[i]:
-                self._ask(simulator, ids[i], slots[i], self.always if fresh[i] else self.checks[slots[i]])
-        changed = [(slot, name, route) for slot, name, route in zip(slots.tolist(), ids, routes)
-                   if of_slot[slot] != route]
-        unknown = {route: name for _, name, route in changed if route not in self.known}
+        changed = [i for i, (slot, new, route) in enumerate(zip(slots.tolist(), fresh.tolist(), routes))
+                   if new or self.of_slot[slot] != route]
+        unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
-        for slot, _, route in changed:
-            of_slot[slot] = route
-            self.start[slot], self.metres[slot], self.on_edges[slot] = self.known[route]
+        for i in changed:
+            slot = slots[i]
+            self.of_slot[slot] = routes[i]
+            self.start[slot], self.metres[slot], self.on_edges[slot] = self.known[routes[i]]
+            if self.step and icv[i]:
+                self._ask(simulator, ids[i], slot, self.always if fresh[i] else self.checks[slot])
 
     def _ask(self, simulator, name, slot, checks):
         stops, lights, *habits = simulator.habits(name)

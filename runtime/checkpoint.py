@@ -81,7 +81,7 @@ def load(folder, which="latest", device="cpu"):
             raise CheckpointError(f"{folder / 'latest'} names a checkpoint, but {folder} holds none; remove the folder "
                                   "to begin this phase anew")
         return None
-    if which == "best" and (first := _best(folder)) in steps:
+    if which == "best" and (first := _best(folder, steps)):
         steps = [first] + [s for s in steps if s != first]
     damages = []
     for step in steps:
@@ -185,8 +185,8 @@ def _steps(folder):
     return sorted((p for p, number in steps.items() if number.isdecimal()), key=lambda p: int(steps[p]))
 
 
-def _best(folder):
-    """The step folder that `best` names; None, and said, when it names none."""
+def _best(folder, steps):
+    """Which of the step folders `best` names; None, and said, when it names none of them."""
     path = folder / "best"
     if not path.exists():
         return None
@@ -194,7 +194,7 @@ def _best(folder):
         named = path.read_text(errors="replace").strip()
     except OSError as error:
         named = error.strerror
-    if (step := folder / named) in _steps(folder):
+    if (step := folder / named) in steps:
         return step
     print(f"DAMAGED CHECKPOINT: {path}: names no checkpoint there ({named[:40]!r}); the newest is used", flush=True)
     return None
@@ -204,7 +204,7 @@ def _prune(folder, keep_last, newest):
     """Remove what is older than the last `keep_last` checkpoints, except the best; and half-written leftovers. Damaged
     ones, which were not continued from, may have higher numbers than the newest."""
     steps = [*(step for step in _steps(folder) if step != newest), newest]
-    best = _best(folder)
+    best = _best(folder, steps)
     older = [old for old in steps[:-keep_last] if old != best]
     for old in [*older, *folder.glob(".step_*.tmp"), *folder.glob(".old_*")]:
         shutil.rmtree(old, ignore_errors=True)

@@ -42,4 +42,4 @@ def claim_phase(folder):
     """`claim` a phase's folder, and the run's around it, whose records and configuration all phases write; below the
     coordinator, which holds that one, the phase's alone."""
     below = "EXIT_CODE_FILE" in os.environ
-    return [claim(path) for path in (Path(folder).parent, folder)[below:]]
+    return [claim(path) for path in ([folder] if below else [Path(folder).parent, folder])]

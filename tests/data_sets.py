@@ -4,7 +4,8 @@ import json
 import numpy as np
 
 from configs import load_config
-from data.layout import FEATURES, VERSION, Shape, file_hash, write_atomically
+from configs.files import write_whole
+from data.layout import FEATURES, VERSION, Shape, file_hash, write_array
 
 SAMPLES = 30  # of 4 episodes: 8, 8, 8 and 6 samples, in raw chunks of 5, 3, 5, 3, 5, 3, 5 and 1
 
@@ -44,15 +45,15 @@ def make_data_set(folder, vehicles=4, sizes=(4, 3, 5, 2, 6, 1), margin=0, rng=No
         array["speed"], array["extent"], array["present"] = np.arange(shape.frames)[:, None], 1000, True
         if rng:
             fill_with_noise(array, rng)
-        write_atomically(path, array)
+        write_array(path, array)
         chunks.append({"file": path.name, "rows": size, "split": "held_out" if c == len(sizes) - 1 else "train",
                        "bytes": path.stat().st_size, "sha256": file_hash(path)})
         row += size
     meta = {"version": VERSION, "shape": shape._asdict(), "ranges": None, "chunks": chunks}
-    write_atomically(folder / "metadata.json", json.dumps(meta))
+    write_whole(folder / "metadata.json", json.dumps(meta))
     part = {name: {"mean": [0.25] * len(FEATURES[name]), "std": [1.0] * len(FEATURES[name])}
             for name in ("nodes", "globals")}
-    write_atomically(folder / "statistics.json", json.dumps(part))
+    write_whole(folder / "statistics.json", json.dumps(part))
     return folder
 
 

@@ -12,8 +12,9 @@ from test_checkpoint import trainee
 
 import coordinator
 from configs import Config, ConfigError, WriteError, dump_config, load_config
+from configs.files import write_whole
 from data.collect import collect
-from data.layout import DataError, read_description, write_atomically
+from data.layout import DataError, read_description
 from data.preprocess import preprocess
 from env import launch, sumo
 from runtime import checkpoint
@@ -95,7 +96,7 @@ def test_full_disk_while_preprocessing_is_one_message_and_the_same_command_conti
 def test_half_written_file_of_a_full_disk_is_removed(tmp_path, full):
     (tmp_path / "a.json").write_text("old")
     with pytest.raises(WriteError, match="a.json"):
-        write_atomically(tmp_path / "a.json", json.dumps("new"))
+        write_whole(tmp_path / "a.json", json.dumps("new"))
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"] and (tmp_path / "a.json").read_text() == "old"
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from data_sets import graphs
 
+from configs.files import write_whole
 from data.check import check, main
-from data.layout import FEATURES, file_hash, write_atomically
+from data.layout import FEATURES, file_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,7 +28,7 @@ def change_chunk(folder, change):
     meta = json.loads((graphs(folder) / "metadata.json").read_text())
     entry = next(c for c in meta["chunks"] if c["file"] == path.name)
     entry.update(bytes=path.stat().st_size, sha256=file_hash(path))
-    write_atomically(graphs(folder) / "metadata.json", json.dumps(meta))
+    write_whole(graphs(folder) / "metadata.json", json.dumps(meta))
 
 
 def with_value(field, where, value):
@@ -90,7 +91,7 @@ def change_raw(folder, change):
     path.write_text(json.dumps(content))
     meta = json.loads((folder / "raw" / "metadata.json").read_text())
     next(c for c in meta["chunks"] if c["file"] == path.name)["sha256"] = file_hash(path)
-    write_atomically(folder / "raw" / "metadata.json", json.dumps(meta))
+    write_whole(folder / "raw" / "metadata.json", json.dumps(meta))
 
 
 @pytest.mark.parametrize("change, words", [

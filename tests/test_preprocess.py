@@ -11,9 +11,10 @@ import torch
 from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 
 import data.preprocess as preprocessing
+from configs.files import write_whole
 from data.collect import FIELDS, collect, content_hash
 from data.dataset import ChunkedDataset
-from data.layout import DataError, Shape, file_hash, read_json, write_atomically
+from data.layout import DataError, Shape, file_hash, read_json
 from data.preprocess import preprocess
 from data.storage import features
 
@@ -148,9 +149,9 @@ def test_raw_values_that_are_not_finite_are_named(raw, field, wrong):
     path, meta = raw / "raw" / "chunk_001_0.json", read_json(raw / "raw" / "metadata.json", "metadata")
     content = read_json(path, "chunk")
     content["samples"][3][field][2][1] = wrong
-    write_atomically(path, json.dumps(content))
+    write_whole(path, json.dumps(content))
     next(c for c in meta["chunks"] if c["file"] == path.name)["sha256"] = file_hash(path)
-    write_atomically(raw / "raw" / "metadata.json", json.dumps(meta))
+    write_whole(raw / "raw" / "metadata.json", json.dumps(meta))
     with pytest.raises(DataError, match=f"{path.name}: sample 3: {field}: NaN or infinite"):
         preprocess(config(raw), silent)
 
@@ -160,9 +161,9 @@ def test_repeated_sample_is_dropped_and_counted(raw):
     content = read_json(path, "chunk")
     for name in ("samples", "hashes"):
         content[name] += [content[name][0], content[name][2]]
-    write_atomically(path, json.dumps(content))
+    write_whole(path, json.dumps(content))
     next(c for c in meta["chunks"] if c["file"] == path.name).update(hashes=content["hashes"], sha256=file_hash(path))
-    write_atomically(raw / "raw" / "metadata.json", json.dumps(meta))
+    write_whole(raw / "raw" / "metadata.json", json.dumps(meta))
     meta = read_json(preprocess(config(raw), silent) / "metadata.json", "metadata")
     assert meta["duplicates"] == 2 and sum(c["rows"] for c in meta["chunks"]) == SAMPLES == len(processed(raw))
 
@@ -185,8 +186,8 @@ def break_at(patch, owner, name, call):
 
 
 @pytest.mark.parametrize("name, call, again", [
-    ("build_record", 1, 30), ("build_record", 17, 14), ("build_record", 30, 1), ("write_atomically", 11, 17),
-    ("compute_statistics", 1, 0)])
+    ("build_record", 1, 30), ("build_record", 17, 14), ("build_record", 30, 1), ("write_whole", 4, 17),
+    ("write_array", 1, 30), ("compute_statistics", 1, 0)])
 def test_interrupted_preprocessing_continues_to_the_same_files(raw, recorded, monkeypatch, name, call, again):
     """The samples of finished raw chunks are not built `again`."""
     with monkeypatch.context() as patch, pytest.raises(Killed):
