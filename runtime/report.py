@@ -22,10 +22,10 @@ from runtime.report_traffic import COLOURS, influence_section, shield_section, t
 from runtime.tracks import DamagedFile, load_tracks
 
 STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
---line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7}
-@media(prefers-color-scheme:dark){:root{--page:#12161c;--card:#1a2029;--plot:#12161c;--text:#e4e9f0;--soft:#9aa7b6;
---line:#3a4451;--c0:#8d99a8;--c1:#6ea3ff;--c2:#ff9655;--c3:#45c9a5;--c4:#cf86e6;--c5:#e0b84c;--c6:#ff7090;--c7:#84c9ee}}
-*{box-sizing:border-box}
+--line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7;
+--c8:#6f7d16;--c9:#a0522d}@media(prefers-color-scheme:dark){:root{--page:#12161c;--card:#1a2029;--plot:#12161c;
+--text:#e4e9f0;--soft:#9aa7b6;--line:#3a4451;--c0:#8d99a8;--c1:#6ea3ff;--c2:#ff9655;--c3:#45c9a5;--c4:#cf86e6;
+--c5:#e0b84c;--c6:#ff7090;--c7:#84c9ee;--c8:#bfd05a;--c9:#e0a27a}}*{box-sizing:border-box}
 body{font:1rem/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:88rem;margin:auto;
 padding:1rem clamp(.8rem,3vw,2.5rem) 3rem}
 h1{margin:.2rem 0 0;line-height:1.2}h2{margin:2.6rem 0 .6rem;border-bottom:1px solid var(--line)}p{margin:.3rem 0 .8rem}

@@ -8,8 +8,9 @@ import numpy as np
 from runtime import pictures
 from runtime.pictures import grid, lines, plot, steps
 
-COLOURS = {"without control": "--c0", "policy": "--c1", "lane_advice": "--c2", "follower_stopper": "--c3",
-           "random": "--c4", "pi_saturation": "--c5", "idm": "--c6", "speed_advice": "--c7"}  # the same everywhere
+COLOURS = {"without control": "--c0", "policy": "--c1", "lane_advice": "--c2", "harmonise": "--c3", "random": "--c4",
+           "tuned": "--c5", "idm": "--c6", "speed_advice": "--c7", "pi_saturation": "--c8",
+           "follower_stopper": "--c9"}  # the same everywhere
 GAP_M, BINS, PLACES = 100, 40, 30  # histograms: largest gap shown, bins; parts of the road
 TRAJECTORY = ("step", "vehicle", "along", "speed")
 PIXELS = (360, 900)                # height and width of a time-space diagram

@@ -16,13 +16,14 @@ from scenes import build
 import evaluate
 from configs import ConfigError, dump_config, load_config
 from env import gui, sumo
+from env.baselines import BASELINES
 from env.launch import SumoError
 from env.workers import WorkerError
 from runtime import animation, pictures, report
 from runtime.metrics import VOCABULARY
 from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
-from runtime.report_traffic import shield_section
+from runtime.report_traffic import COLOURS, shield_section
 from runtime.tracks import DamagedFile, load_tracks, save_tracks
 
 CONTROLLERS = ["none", "random", "policy"]
@@ -177,6 +178,13 @@ def test_damaged_results_are_named(run, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(DamagedFile, match=f"{name}: damaged"):
         build_report(tmp_path)
+
+
+def test_every_rule_has_its_colour_everywhere():
+    """`harmonise` was green among the scores and orange beside `without control`; lane advice was orange there."""
+    fixed = [COLOURS.get(name) for name in BASELINES if name != "none"]
+    assert None not in fixed and len(set(fixed)) == len(fixed)
+    assert all(report.STYLE.count(f"{colour}:#") == 2 for colour in COLOURS.values())
 
 
 def test_colours_do_not_run_out():
