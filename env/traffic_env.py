@@ -36,8 +36,7 @@ class TrafficEnv(gymnasium.Env):
         self.observation_space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
         self.action_space = action_space(cfg.env.max_vehicles, cfg.env.max_commands)
         self.simulator, self.built, self.roads = None, {}, {}  # scenario by variant, road by scenario
-        self.seed, self.episodes = 0, 0
-        self.seconds = np.zeros(3)  # of the last control step: SUMO simulating, reading it, building the observation
+        self.seed, self.episodes, self.seconds = 0, 0, np.zeros(3)  # s of the last step: SUMO, reading it, building
 
     # ---- gymnasium's interface ---------------------------------------------------------------------------------
 
@@ -47,8 +46,7 @@ class TrafficEnv(gymnasium.Env):
         self.seed = int(self.np_random.integers(2 ** 31 - 1)) if seed is None else int(seed) % (2 ** 31 - 1)
         self._start_traffic()
         n = self.env_cfg.max_vehicles
-        self.slots = Slots(n, self.seed, self.env_cfg.icv_share)
-        self.routes = Routes(self.road, self.cfg)
+        self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, self.cfg)
         self.speed, self.odometer, self.allowed, self.way = np.zeros((4, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.route_at, self.orders = np.zeros(n, int), Orders(self.road, self.cfg)
@@ -71,6 +69,8 @@ class TrafficEnv(gymnasium.Env):
     def command(self, slot, accel, lane, brake, out=None):
         """`step` in physical units: accel and brake in m/s^2, each argument of length K; accel NaN leaves the speed to
         SUMO's driver (lane advice only). `out`: arrays of an earlier observation to write the new one into."""
+        if self.simulator is None:
+            raise gymnasium.error.ResetNeeded("the environment is closed or was never reset: call reset() first")
         was = {s: (self.slots.names[s], self.speed[s]) for s in map(int, slot) if 0 <= s < len(self.speed)}
         commands, cost = self._commands(slot, accel, lane, brake)
         self._advance(commands, out)

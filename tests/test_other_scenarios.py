@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -214,6 +215,18 @@ def test_closed_environment_can_be_reset():
         env.reset(seed=1)
         env.close()
     assert not Path(env.folder).exists()
+
+
+def test_step_of_an_environment_without_traffic_says_what_is_missing():
+    """It was an AttributeError of None, before the first reset and after close."""
+    env = make_env(Config())
+    action = env.action_space.sample()
+    with pytest.raises(gymnasium.error.ResetNeeded, match="reset"):
+        env.step(action)
+    env.reset(seed=1)
+    env.close()
+    with pytest.raises(gymnasium.error.ResetNeeded, match="reset"):
+        env.step(action)
 
 
 def test_environment_can_be_built_without_sumo():
