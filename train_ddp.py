@@ -44,7 +44,7 @@ from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.resources import share_of_workers
 from runtime.rollout import Collector, check_collection
-from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
+from runtime.schedule import learning_rate, move_multiplier, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
                               rescale_values, run_folder, save_config, to_device)
 
@@ -212,7 +212,9 @@ def phase3(cfg, team, guard):
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     model.freeze("risk_gnn", *["world_model"] * (not p.world_model_weight))  # known to the optimiser: that may change
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
-    (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf)
+    per_episode = math.ceil(cfg.env.horizon_s / cfg.env.control_interval / p.fragment_length)  # epochs
+    (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
+                                    costs=[])
     progress.resume()
     if team.is_main:
         save_config(cfg, folder)
@@ -237,10 +239,7 @@ def phase3(cfg, team, guard):
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, **guard.facts())
-            c["multiplier"], c["integral"] = objectives.pid_multiplier(
-                c["integral"], summary["c_int"], c["last_cost"], limit, p.multiplier_lr, p.multiplier_proportional,
-                p.multiplier_derivative, p.multiplier_max)
-            c["last_cost"] = summary["c_int"]
+            move_multiplier(c, summary["c_int"], limit, per_episode, p)
             asked = guard.must_stop()
             spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
             fewer = spare and guard.give_up_worker(pool)

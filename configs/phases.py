@@ -142,7 +142,7 @@ class Phase3Config:
     limit_end: float = opt(0.05, "last limit of C_int, reached after `limit_epochs`", low=0)
     limit_epochs: int = opt(60, "epochs over which the limit falls linearly", low=1)
     multiplier_init: float = opt(0.0, "first Lagrange multiplier: the return that a unit of C_int is worth", low=0)
-    multiplier_lr: float = opt(20000.0, "dual ascent step per unit of C_int above the limit", low=0)
+    multiplier_lr: float = opt(20000.0, "dual ascent step per unit of an episode's C_int above the limit", low=0)
     multiplier_proportional: float = opt(0.0, "PID control: gain of C_int above the limit; 0 = dual ascent", low=0)
     multiplier_derivative: float = opt(0.0, "PID control: gain of a rise of C_int since the last epoch", low=0)
     multiplier_max: float = opt(50000.0, "upper clamp of the multiplier", low=0)

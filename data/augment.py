@@ -8,8 +8,8 @@ nor an interruption changes what a sample looks like in an epoch.
 | time_shift        | the window of T + H frames begins up to so many control steps earlier or later in the recorded  |
 |                   | margins: everything moves together, inputs, targets and clock, as if recorded at that moment     |
 | speed_noise       | the speeds that are seen: the node's own, and the edges' relative speed by the same noise        |
-| position_jitter   | one offset along the road for the sample: position and distance to the lane's end; gaps, and the |
-|                   | progress that the vehicle's own odometer gives, do not depend on the road's origin               |
+| position_jitter   | one offset along the road for the sample: position, distances to the lane's end and to a merge;  |
+|                   | gaps, and the progress of the vehicle's own odometer, do not depend on the road's origin         |
 | edge_dropout      | edges of a frame are left out: neighbour -1, features 0                                          |
 | node_mask         | the features of a vehicle in a frame are replaced by the data set's means; the vehicle stays     |
 |                   | present, keeps its edges, and is a target like any other                                         |
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from env.graph import EDGE, LANE_END_CAP, NODE
+from env.graph import EDGE, LANE_END_CAP, NODE, SURROUND
 
 POSITION, SPEED, LANE_END = NODE.index("position"), NODE.index("speed"), NODE.index("lane_end")
-RELATIVE_SPEED = EDGE.index("relative_speed")
+RELATIVE_SPEED, MERGE_DISTANCE = EDGE.index("relative_speed"), SURROUND.index("merge_distance")
 
 
 class AugmentedDataset(Dataset):
@@ -84,11 +84,12 @@ def add_speed_noise(samples, noise):
 def jitter_position(samples, offset):
     """offset [B, 1] m along the road, one for each sample."""
     nodes, present = samples["nodes"], samples["present"][:, :samples["nodes"].shape[1]]
-    along, end, offset = nodes[..., POSITION], nodes[..., LANE_END], offset[..., None]
+    along, offset = nodes[..., POSITION], offset[..., None]
     moved = (along + offset / samples["extent"][:, :1, None].clamp(min=1)).clamp(0, 1)
     along.copy_(torch.where(present, moved, along))
-    known = present & (end < LANE_END_CAP)  # at the cap the end is out of sight
-    end.copy_(torch.where(known, (end - offset).clamp(0, LANE_END_CAP), end))
+    for ahead in (nodes[..., LANE_END], samples["surround"][..., MERGE_DISTANCE]):
+        known = present & (ahead < LANE_END_CAP)  # at the cap the end, or merge, is out of sight
+        ahead.copy_(torch.where(known, (ahead - offset).clamp(0, LANE_END_CAP), ahead))
 
 
 def drop_edges(samples, dropped):

@@ -161,6 +161,7 @@ def surround_features(traffic, scene):
 
 
 def conflicts(scene):
-    """[N] bool: time to collision with the leader below 2 s, or braking at 4 m/s^2 or harder."""
+    """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
+    harder."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
     return (ttc < CONFLICT_TTC) | (scene["accel"] <= -HARD_BRAKE)

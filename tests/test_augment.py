@@ -10,7 +10,7 @@ from data_sets import make_data_set
 from configs.phases import AugmentConfig
 from data.augment import AugmentedDataset, jitter_position, normal, random_numbers
 from data.dataset import BlockSampler, ChunkedDataset
-from env.graph import EDGE, NODE
+from env.graph import EDGE, NODE, SURROUND
 from models.losses import prepare
 
 N, ROWS = 6, 200  # vehicles, training rows
@@ -90,6 +90,21 @@ def test_position_jitter_is_one_offset_for_a_sample(plain):
     assert -5 <= offset.min() < -4.5 and 4.5 < offset.max() <= 5
     end = (before["nodes"][..., LANE_END] - offset[:, None, None]).clamp(min=0)
     assert torch.allclose(batch["nodes"][..., LANE_END][here], end[here], atol=1e-3)
+
+
+def test_position_jitter_moves_merges_with_the_ends_of_lanes(plain):
+    """On a lane that ends at a merge both say how far that is; jitter moved one, and they differed by up to 5 m."""
+    batch, merge = plain.__getitems__([0, 1]), SURROUND.index("merge_distance")
+    batch["nodes"][..., LANE_END], batch["surround"][..., merge] = 80.0, 80.0
+    batch["surround"][0, 0, 0, merge] = 500.0  # no merge in sight
+    before = batch["surround"].clone()
+    jitter_position(batch, torch.tensor([[5.0], [-3.0]]))
+    here, now = batch["present"][:, :2], batch["surround"]
+    assert now[0, 0, 0, merge] == 500 and (now[..., merge] != before[..., merge]).any()
+    joins = here & (now[..., merge] < 500)
+    assert torch.equal(now[..., merge][joins], batch["nodes"][..., LANE_END][joins])
+    others = [i for i in range(len(SURROUND)) if i != merge]
+    assert torch.equal(now[..., others], before[..., others])
 
 
 def test_an_end_of_lane_out_of_sight_stays_out_of_sight(plain):

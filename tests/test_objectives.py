@@ -4,8 +4,10 @@ import math
 import pytest
 import torch
 
+from configs.phases import Phase3Config
 from models import objectives
 from models.losses import ConstrainedLoss
+from runtime.schedule import move_multiplier
 
 GAMMA, LAMBDA, CLIP, HORIZON = 0.97, 0.9, 0.2, 3
 
@@ -145,6 +147,19 @@ def test_pid_without_its_gains_is_dual_ascent_and_with_them_answers_at_once():
     assert objectives.pid_multiplier(1.0, 0.3, math.inf, 0.1, 5.0, 0.0, 7.0, 20.0) == pytest.approx((2.0, 2.0))
     assert objectives.pid_multiplier(0.1, 0.0, 0.0, 0.5, 5.0, 4.0, 7.0, 20.0) == (0.0, 0.0)
     assert objectives.pid_multiplier(19.0, 9.0, 0.0, 0.1, 5.0, 4.0, 7.0, 20.0) == (20.0, 20.0)
+
+
+def test_multiplier_follows_the_cost_of_whole_episodes():
+    """It followed that of the last epoch: where three epochs make an episode and its middle third is the dearest, the
+    multiplier of a policy exactly at the limit swung by a third of what it is worth, with the clock alone."""
+    p, c = Phase3Config(multiplier_lr=1000.0), dict(multiplier=500.0, integral=500.0, last_cost=math.inf, costs=[])
+    multipliers = []
+    for cost in [0.1, 0.3, 0.2] * 4:
+        move_multiplier(c, cost, 0.2, 3, p)
+        multipliers.append(c["multiplier"])
+    assert multipliers[2:] == pytest.approx([400.0] * 10) and c["last_cost"] == pytest.approx(0.2)
+    move_multiplier(c, 0.5, 0.2, 1, p)
+    assert c["multiplier"] == pytest.approx(700.0) and c["costs"] == [0.5]  # an epoch that holds whole episodes
 
 
 def test_limit_falls_linearly_and_then_stays():
