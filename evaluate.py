@@ -12,9 +12,6 @@
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
 """
-import csv
-import io
-import json
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -23,8 +20,7 @@ from pathlib import Path
 import torch
 
 from configs import ConfigError, console, from_dict, load_config
-from configs.command_line import parse
-from configs.files import write_whole
+from configs.command_line import Once, parse
 from controllers import CONTROLLERS, SHIELD_LOG, Audit, make_controller
 from env.gui import check_display
 from env.score import paired_score
@@ -33,12 +29,13 @@ from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
-from runtime.scores import differences, doubts, summarise, table
+from runtime.scores import beside, differences, doubts, save_scores, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
+FIXED = ("evaluate.seeds", "evaluate.controllers", "env.horizon_s", "env.terminate_on_collision")
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
                  "evaluate.c_int_cap", "evaluate.leave_below", "evaluate.accel_limit", "shield.",
                  "baselines.")  # they change no traffic without control
@@ -129,27 +126,6 @@ def score(rows, jobs):
     return [{**by_job[job], **paired_score(by_job[job], by_job["none", job[1]])} for job in jobs]
 
 
-def write(path, scenario, seeds, rows, log):
-    """Results as JSON; beside it the rows as CSV and the shield's log, one line per override, as .shield.csv. Of a
-    suite, "summary" is the mean over its variants and "variants" the summary of each."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
-              "summary": summarise(rows)}
-    variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
-    if variants:
-        result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
-    write_whole(path, json.dumps(result, indent=1))
-    write_csv(path.with_suffix(".csv"), [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)])
-    write_csv(path.with_suffix(".shield.csv"), [(*SHIELD_LOG, "variant") if variants else SHIELD_LOG, *log])
-
-
-def write_csv(path, lines):
-    text = io.StringIO()
-    csv.writer(text).writerows(lines)
-    write_whole(path, text.getvalue())
-
-
 def find_checkpoint(path):
     """(state, folder) of a run, a phase folder or a step folder; of a run the latest phase counts."""
     path = Path(path)
@@ -195,7 +171,8 @@ def add_options(parser):
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
-    parser.add_argument("--sweep", metavar="KEY=A,B", help="score all with each value of a setting in turn")
+    parser.add_argument("--sweep", metavar="KEY=A,B", action=Once,
+                        help="score all with each value of a setting in turn")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
     parser.add_argument("--tracks", metavar="FILE.npz", help="record an episode of none, the best rule, policy")
     parser.add_argument("--animate", metavar="FILE.gif", help="no scores: draw the last controller's first episode")
@@ -228,9 +205,11 @@ def settings(options):
     gets one thread: more would wait for processors on which SUMO simulates."""
     torch.set_num_threads(1)
     key, state, folder = (options.sweep or "").partition("=")[0], None, None
-    if key in ("evaluate.seeds", "evaluate.controllers") or options.scenario and key in ("env.scenario", "env.suite"):
+    if key in FIXED or options.scenario and key in ("env.scenario", "env.suite"):
         raise ConfigError(f"command line: --sweep {options.sweep}: not with these; all values have the same seeds and "
-                          "controllers, and --scenario names the only one")
+                          "controllers, episodes of evaluate.horizon_s, and --scenario names the only one")
+    if any(text.partition("=")[0] in FIXED[2:] for text in options.overrides):
+        print("NOTE: scored episodes last evaluate.horizon_s and end at no collision, whatever env.* says")
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)
     configs = {name: configuration(options, changes, state, folder) for name, changes in sweep(options.sweep).items()}
@@ -281,7 +260,7 @@ def main():
     for doubt in doubts(rows, scenario):
         console.say(f"WARNING: {doubt}")
     if options.out:
-        write(options.out, scenario, seeds, rows, log)
+        save_scores(options.out, scenario, seeds, rows, SHIELD_LOG, log)
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
@@ -309,7 +288,7 @@ def check_output(options):
         raise ConfigError("command line: --gui and --animate show one episode; --out, --tracks and --sweep score many")
     scores, drawn, tracks = ([Path(name)] if name else [] for name in (options.out, options.animate, options.tracks))
     files = [*tracks, *scores, *drawn, *(path.with_suffix(".tracks.npz") for path in drawn),
-             *(path.with_suffix(kind) for path in scores for kind in (".csv", ".shield.csv"))]
+             *(beside(path, kind) for path in scores for kind in (".csv", ".shield.csv"))]
     if len(set(files)) < len(files):
         raise ConfigError(f"command line: --out {options.out} and --tracks {options.tracks} would write the same file; "
                           "name different ones")

@@ -44,7 +44,7 @@ from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.resources import share_of_workers
 from runtime.rollout import Collector, check_collection
-from runtime.schedule import learning_rate, move_multiplier, reduce_on_plateau, set_learning_rate
+from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
                               rescale_values, run_folder, save_config, to_device)
 
@@ -239,7 +239,7 @@ def phase3(cfg, team, guard):
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, **guard.facts())
-            move_multiplier(c, summary["c_int"], limit, per_episode, p)
+            objectives.move_multiplier(c, summary["c_int"], limit, per_episode, p)
             asked = guard.must_stop()
             spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
             fewer = spare and guard.give_up_worker(pool)

@@ -27,4 +27,13 @@ def parse(doc, arguments=None, add=None, load=True):
     return options
 
 
-__all__ = ["parse", "ConfigError"]
+class Once(argparse.Action):
+    """An option of which a second one would silently replace the first."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} {values}: there is one already; run the command once for each")
+        setattr(namespace, self.dest, values)
+
+
+__all__ = ["parse", "Once", "ConfigError"]

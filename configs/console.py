@@ -71,8 +71,20 @@ def again():
 
 
 def caused(error, kinds):
-    """Whether an exception is one of `kinds`, or a path that nobody can open: closed to us, or with too long a name."""
-    return isinstance(error, (*kinds, PermissionError)) or getattr(error, "errno", None) == errno.ENAMETOOLONG
+    """Whether an exception is one of `kinds`, or a path that nobody can open: closed to us, with too long a name, or a
+    link to itself."""
+    return isinstance(error, (*kinds, PermissionError)) or getattr(error, "errno", None) in (
+        errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def nobody_reads():
+    """Whether whoever read our output (`| head`) has gone; then nothing more is said."""
+    try:
+        print(flush=True)  # flush alone does not complain twice
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
 
 
 def exit_code(work, mistakes, kept="", troubles=()):
@@ -80,6 +92,10 @@ def exit_code(work, mistakes, kept="", troubles=()):
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
     try:
         return work() or 0
+    except BrokenPipeError:
+        if nobody_reads():
+            return 1
+        raise
     except Exception as error:
         if not caused(error, (*troubles, *mistakes)):
             raise

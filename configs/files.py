@@ -1,7 +1,11 @@
 """Text files that are whole or not there at all, and what is said when the disk is full."""
 import contextlib
+import errno
 import os
 from pathlib import Path
+
+
+PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
 
 
 class WriteError(Exception):
@@ -21,8 +25,8 @@ def whole(path):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise WriteError(f"{path}: could not be written: {error.strerror or error}; make room, the same command "
-                         "continues") from error
+        way = "name another place" if error.errno in PLACE else "make room, the same command continues"
+        raise WriteError(f"{path}: could not be written: {error.strerror or error}; {way}") from error
     finally:
         temporary.unlink(missing_ok=True)
 

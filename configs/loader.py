@@ -89,7 +89,7 @@ def layers(path, seen=()):
     if not os.path.isfile(path) and (FOLDER / path.name).is_file() and (
             seen or path.parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
-    if path.resolve() in seen:
+    if (real := Path(os.path.realpath(path))) in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
@@ -105,7 +105,7 @@ def layers(path, seen=()):
     base = tree.pop("base", None)
     if base is not None and not (isinstance(base, str) and base.isprintable() and 0 < len(base) < 255):
         raise ConfigError(f"{path}: base: expected the name of a YAML file, found {_shown(base)}")
-    below = layers(path.parent / base, (*seen, path.resolve())) if base else []
+    below = layers(path.parent / base, (*seen, real)) if base else []
     return below + [(str(path), tree)]
 
 

@@ -56,7 +56,7 @@ def prepare(cfg, team, guard):
 
 def on_windows_drive(path):
     """Whether a path lies below /mnt/<letter>, where WSL2 shows Windows' drives."""
-    return re.match(r"/mnt/[a-z](/|$)", str(Path(path).resolve())) is not None
+    return re.match(r"/mnt/[a-z](/|$)", os.path.realpath(path)) is not None
 
 
 def copy_to_memory(folder, place=MEMORY):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.files import write_whole
 from data.layout import VERSION, DataError, file_hash, read_json
-from env.scenarios import options_of
+from env.scenarios import options_of, path_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
 READING = ("folder", "seed", "processes", "on_bad_row", "open_chunks", "cache_mb", "cache_timeout_s", "disk_gb",
@@ -36,7 +36,7 @@ def raw_settings(cfg):
 def scenario_hashes(config):
     """{name: SHA-256} of a user's .sumocfg, of the files beside it that it names and what they include; {} when there
     is none."""
-    config = Path(config)
+    config = path_of(config)
     if not config.is_file():
         return {}
     named = [value for name, value in options_of(config).items() if name in INPUTS]

@@ -3,6 +3,7 @@
 One simulation per process, no deadline for a call, and a crash of SUMO is a crash of the process: that is its price.
 """
 import os
+import weakref
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class LibSumo:
         if self.client.isLoaded():
             raise SumoError("libsumo holds one simulation per process and has one already: "
                             "env.backend=traci runs several")
-        self.alive = True
+        self.alive, self._end = True, weakref.finalize(self, self.client.close)  # also when nobody closes it
         self._call(self.client.start, ["sumo", *arguments])
 
     def _call(self, function, *arguments):
@@ -44,7 +45,7 @@ class LibSumo:
         """End the simulation; safe to call twice."""
         if self.alive:
             self.alive = False
-            self.client.close()
+            self._end()
 
     def step(self, until, commands=()):
         """Carry out `commands` and simulate up to time `until`. Commands for vehicles that have gone are dropped."""

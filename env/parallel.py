@@ -27,7 +27,7 @@ class ParallelTraffic(ParallelEnv or object):
     `infos[agent]` is TrafficEnv's, with the cost of all. An agent whose vehicle leaves is terminated. While there is no
     ICV, the traffic goes on without a step of the view.
     """
-    metadata = {"name": "mixed_traffic_v0", "render_modes": []}
+    metadata, render_mode = {"name": "mixed_traffic_v0", "render_modes": []}, None
 
     def __init__(self, cfg=None, folder=None):
         if ParallelEnv is None:
@@ -49,7 +49,7 @@ class ParallelTraffic(ParallelEnv or object):
         """Begin an episode and wait for the first ICV: (observations, infos) by agent."""
         self.slot_of, self.agent_of, self.free = {}, {}, iter(self.possible_agents)
         _, info = self.env.reset(seed=seed)
-        info, _, _ = self._until_somebody_is_there(info, False, False)
+        _, _, _, info = self._until_somebody_is_there(0.0, False, False, info)
         return self._observe(self.agents), dict.fromkeys(self.agents, info)
 
     def step(self, actions):
@@ -61,9 +61,8 @@ class ParallelTraffic(ParallelEnv or object):
         told = (speed > 0) | (lane != 1)
         accel = np.where(speed > 0, LEVELS[speed - 1], np.nan)
         before = self.agents
-        _, reward, terminated, truncated, info = self.env.command(slots[told], accel[told], lane[told],
-                                                                  np.zeros(told.sum()))
-        info, terminated, truncated = self._until_somebody_is_there(info, terminated, truncated)
+        _, *outcome = self.env.command(slots[told], accel[told], lane[told], np.zeros(told.sum()))
+        reward, terminated, truncated, info = self._until_somebody_is_there(*outcome)
         here, over = self.agents, terminated or truncated
         self.agents = [] if over else here
         everybody = [*before, *(agent for agent in self.agents if agent not in before)]
@@ -71,13 +70,14 @@ class ParallelTraffic(ParallelEnv or object):
                 {agent: terminated or agent not in here for agent in everybody},
                 {agent: truncated and agent in here for agent in everybody}, dict.fromkeys(everybody, info))
 
-    def _until_somebody_is_there(self, info, terminated, truncated):
-        """Name the ICVs that are present; let the traffic go on while there is none."""
+    def _until_somebody_is_there(self, reward, terminated, truncated, info):
+        """Name the ICVs that are present; let the traffic go on while there is none. Rewards are summed."""
         self._name_agents()
         while not (self.agents or terminated or truncated):
-            _, _, terminated, truncated, info = self.env.command([], [], [], [])
+            _, more, terminated, truncated, info = self.env.command([], [], [], [])
+            reward += more
             self._name_agents()
-        return info, terminated, truncated
+        return reward, terminated, truncated, info
 
     def _name_agents(self):
         """A vehicle keeps its name while it is there; the next free one goes to a newcomer, or to who comes back from

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 from env.launch import SumoError, explained, find_binary, sumo_environment
 from env.networks import NETWORKS
 
+ROOT = Path(__file__).resolve().parent.parent
 READ_AHEAD_S = 200  # SUMO's `route-steps`
 REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
@@ -31,7 +32,7 @@ def build_scenario(cfg, folder):
     if name not in NETWORKS:
         return _user_scenario(name)
     numbers = json.dumps([asdict(getattr(cfg, name)), asdict(cfg.driver), cfg.env.horizon_s, cfg.env.warmup_s])
-    target = Path(folder) / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
+    target = Path(folder).absolute() / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
     _check_folder(target, "run.name, run.folder or data.folder")
     if not config.exists():
@@ -49,10 +50,17 @@ def build_scenario(cfg, folder):
     return str(config)
 
 
+def path_of(scenario):
+    """Where a .sumocfg is; the shipped ones (configs/...) are found from any folder."""
+    path, shipped = Path(scenario), ROOT / scenario
+    return shipped if not path.exists() and path.parts[:1] == ("configs",) and shipped.is_file() else path
+
+
 def options_of(scenario):
     """{option: value} of a .sumocfg, as SUMO reads it; {} when it is no XML (SUMO itself will say so)."""
     try:
-        return {e.tag: e.get("value", e.get("v", "")) for e in ElementTree.parse(scenario).getroot().iter()}
+        root = ElementTree.parse(path_of(scenario)).getroot()
+        return {e.tag: e.get("value", e.get("v", "")) for e in root.iter()}
     except ElementTree.ParseError:
         return {}
 
@@ -77,9 +85,9 @@ def check_traffic(name, arguments, horizon_s):
     ended, said = _dry_run(words)
     if ended and said:  # would it be so vehicle by vehicle too?
         words[words.index("--mesosim") + 1] = "false"
-        ended, said_then = _dry_run(words)
+        ended, said = _dry_run(words)  # what it says now counts: some are refused in the mesoscopic model only
         if ended:
-            raise SumoError("SUMO ends before the episode does. It said:\n" + "\n".join(said_then))
+            raise SumoError("SUMO ends before the episode does. It said:\n" + "\n".join(said))
     if said:
         print(f"WARNING: scenario {name}: not all of its traffic will be there. SUMO said:", *said, sep="\n",
               file=sys.stderr)
@@ -108,7 +116,7 @@ def start_of(scenario):
 
 
 def _user_scenario(name):
-    path = Path(name)
+    path = path_of(name)
     if path.suffix != ".sumocfg":
         raise SumoError(f"env.scenario: {name!r} is neither built in ({', '.join(NETWORKS)}) nor a .sumocfg file")
     if not path.is_file():

@@ -68,6 +68,19 @@ def pid_multiplier(integral, cost, last_cost, limit, rate, proportional, derivat
     return min(max(integral + push, 0.0), maximum), integral
 
 
+def move_multiplier(counters, cost, limit, epochs, p):
+    """Move counters["multiplier"] by the mean `cost` of the last `epochs` epochs, over which each environment drives a
+    whole episode: one epoch sees a part of it, in which commands cost more or less than in others, in all environments
+    at once. `p` is configs.Phase3Config."""
+    c = counters
+    c["costs"] = [*c["costs"], cost][-epochs:]
+    mean = sum(c["costs"]) / len(c["costs"])
+    c["multiplier"], c["integral"] = pid_multiplier(c["integral"], mean, c["last_cost"], limit, p.multiplier_lr,
+                                                    p.multiplier_proportional, p.multiplier_derivative,
+                                                    p.multiplier_max)
+    c["last_cost"] = mean
+
+
 def limit_at(epoch, start, end, epochs):
     """Curriculum of the cost limit: linear from `start` to `end` over `epochs`, then constant."""
     return start + (end - start) * min(epoch / max(epochs, 1), 1.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from configs.console import caused
+from configs.console import caused, nobody_reads
 
 OUT_OF_MEMORY = 4  # exit code
 
@@ -17,6 +17,8 @@ def run_script(main, user_errors, troubles=()):
     try:
         return note(main() or 0)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            return note(1)
         if caused(error, (*troubles, *user_errors)):
             if first_to_speak():
                 print(f"error: {error}", file=sys.stderr, flush=True)

@@ -149,7 +149,8 @@ def memory(gb, wsl):
 
 def space(path, need_gb, what, remedy, free=None):
     """Free space where `path` is or will be; `free` in bytes, by default asked for."""
-    place = next(p for p in (Path(path).resolve(), *Path(path).resolve().parents) if os.path.exists(p))  # may be closed
+    here = Path(os.path.realpath(path))
+    place = next(p for p in (here, *here.parents) if os.path.exists(p))  # may be closed
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return Finding(WARN, what, f"{place} is no folder that can be written to", f"name another {what}")
     gb = (shutil.disk_usage(place).free if free is None else free) / 2**30

@@ -114,9 +114,16 @@ def traffic_sections(episodes, facts):
 
 # ---- scores ----------------------------------------------------------------------------------------------------
 
+def own(result):
+    """The controllers; the one that it is about, the policy or else the last one, comes first."""
+    names = list(result["summary"])
+    mine = next((name for name in names if name == "policy"), names[-1])
+    return [mine, *(name for name in names if name != mine)]
+
+
 def headline(result):
     """The controller that this run is about, in four numbers."""
-    mine = list(result["summary"])[-1]
+    mine = own(result)[0]
     tiles = "".join(f"<div class=tile><b>{cell(result['summary'][mine].get(key))}</b><span>{text}</span></div>"
                     for key, text in TILES.items())
     return [f"<p class=soft>{html.escape(mine)} on {html.escape(result['scenario'])}: mean ± 95 % interval, "
@@ -127,7 +134,7 @@ def headline(result):
 def score_section(result):
     """The score table: mean ± 95 % interval by controller."""
     summary = result["summary"]
-    names = [*list(summary)[-1:], *list(summary)[:-1]]  # the one that it is about comes first
+    names = own(result)
     rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
     scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
     return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=1),

@@ -1,7 +1,5 @@
-"""Learning rates and the Lagrange multiplier over a training."""
+"""The learning rate over a training."""
 import math
-
-from models.objectives import pid_multiplier
 
 
 def learning_rate(step, total, peak, warmup, floor=0.05):
@@ -24,19 +22,6 @@ def reduce_on_plateau(counters, stage, loss, p):
     c["plateau_wait"] += 1
     if c["plateau_wait"] == p.plateau_epochs:
         c.update(plateau_wait=0, lr_factor=c["lr_factor"] * p.plateau_factor)
-
-
-def move_multiplier(counters, cost, limit, epochs, p):
-    """Move counters["multiplier"] by the mean `cost` of the last `epochs` epochs, over which each environment drives a
-    whole episode: one epoch sees a part of it, in which commands cost more or less than in others, in all environments
-    at once. `p` is configs.Phase3Config."""
-    c = counters
-    c["costs"] = [*c["costs"], cost][-epochs:]
-    mean = sum(c["costs"]) / len(c["costs"])
-    c["multiplier"], c["integral"] = pid_multiplier(c["integral"], mean, c["last_cost"], limit, p.multiplier_lr,
-                                                    p.multiplier_proportional, p.multiplier_derivative,
-                                                    p.multiplier_max)
-    c["last_cost"] = mean
 
 
 def set_learning_rate(optimizer, value):

@@ -1,7 +1,14 @@
-"""Means and intervals of evaluated episodes."""
+"""Means and intervals of evaluated episodes, and the files that hold them."""
+import csv
+import io
+import json
 import math
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
+
+from configs.files import write_whole
 
 NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
 SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int",
@@ -77,3 +84,29 @@ def doubts(rows, scenario):
     unseen = max(row["overflow"] / max(row["steps"], 1) for row in rows)
     return [f"{scenario}: up to {unseen:.1f} vehicles, mean of an episode, had no slot: but for arrivals nobody "
             "saw, commanded or counted them; raise env.max_vehicles"] if unseen else []
+
+
+def save_scores(path, scenario, seeds, rows, columns, log):
+    """Results as JSON; beside it the rows as CSV and the shield's log, one line of `columns` per override, as
+    .shield.csv. Of a suite, "summary" is the mean over its variants and "variants" the summary of each."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
+              "summary": summarise(rows)}
+    variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
+    if variants:
+        result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}
+    write_whole(path, json.dumps(result, indent=1))
+    _write_csv(beside(path, ".csv"), [list(rows[0]), *([row[name] for name in rows[0]] for row in rows)])
+    _write_csv(beside(path, ".shield.csv"), [(*columns, "variant") if variants else columns, *log])
+
+
+def beside(path, ending):
+    """The file next to NAME.json, or NAME, that belongs to it; NAME may hold dots."""
+    return path.with_name(path.name.removesuffix(".json") + ending)
+
+
+def _write_csv(path, lines):
+    text = io.StringIO()
+    csv.writer(text).writerows(lines)
+    write_whole(path, text.getvalue())

@@ -1,4 +1,5 @@
 """Both ways to SUMO: bulk readings against the stock client's getters over whole episodes, libsumo against TraCI."""
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,16 @@ def test_libsumo_holds_one_simulation_and_says_so(make):
     assert first.command(*random_commands(first, first.observation, np.random.default_rng(0)))[4]["time"] == 1.0
     first.close()
     second.reset(seed=1)  # the place is free again
+
+
+def test_libsumo_that_nobody_closes_leaves_its_place(make):
+    """The next environment of the process was refused for good."""
+    env = make(backend="libsumo")
+    env.reset(seed=1)
+    env.simulator = None  # as when the environment is forgotten
+    gc.collect()
+    assert not libsumo.isLoaded()
+    env.reset(seed=1)
 
 
 def test_libsumo_drops_commands_for_vehicles_that_have_gone(corridor):

@@ -114,6 +114,19 @@ def test_agents_come_and_go_with_their_vehicles(view):
 
 
 @needs_pettingzoo
+def test_rewards_of_steps_without_an_icv_are_not_lost(view):
+    """With few ICVs the agents' rewards added up to less than the traffic's."""
+    traffic = view("env.icv_share=0.01", "env.horizon_s=60")
+    traffic.reset(seed=5)
+    first, before, total, steps = traffic.env.steps, traffic.env.totals.reward_sum, 0.0, 0
+    while traffic.agents:
+        rewards = traffic.step(dict.fromkeys(traffic.agents, (0, 1)))[1]
+        total, steps = total + next(iter(rewards.values())), steps + 1
+    assert total == pytest.approx(traffic.env.totals.reward_sum - before)
+    assert 0 < steps < traffic.env.steps - first  # some were skipped
+
+
+@needs_pettingzoo
 def test_an_agents_action_reaches_its_vehicle_and_is_paid_for(view):
     traffic = view("env.icv_share=1.0")
     traffic.reset(seed=1)

@@ -7,7 +7,6 @@ import torch
 from configs.phases import Phase3Config
 from models import objectives
 from models.losses import ConstrainedLoss
-from runtime.schedule import move_multiplier
 
 GAMMA, LAMBDA, CLIP, HORIZON = 0.97, 0.9, 0.2, 3
 
@@ -155,10 +154,10 @@ def test_multiplier_follows_the_cost_of_whole_episodes():
     p, c = Phase3Config(multiplier_lr=1000.0), dict(multiplier=500.0, integral=500.0, last_cost=math.inf, costs=[])
     multipliers = []
     for cost in [0.1, 0.3, 0.2] * 4:
-        move_multiplier(c, cost, 0.2, 3, p)
+        objectives.move_multiplier(c, cost, 0.2, 3, p)
         multipliers.append(c["multiplier"])
     assert multipliers[2:] == pytest.approx([400.0] * 10) and c["last_cost"] == pytest.approx(0.2)
-    move_multiplier(c, 0.5, 0.2, 1, p)
+    objectives.move_multiplier(c, 0.5, 0.2, 1, p)
     assert c["multiplier"] == pytest.approx(700.0) and c["costs"] == [0.5]  # an epoch that holds whole episodes
 
 

@@ -217,6 +217,18 @@ def test_closed_environment_can_be_reset():
     assert not Path(env.folder).exists()
 
 
+def test_relative_folder_outlives_a_change_of_directory(tmp_path, monkeypatch):
+    """SUMO was started with a path that meant something else by then."""
+    monkeypatch.chdir(tmp_path)
+    env = make_env(Config(), "scenarios")
+    env.reset(seed=1)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    env.close()
+    env.reset(seed=1)
+    env.close()
+
+
 def test_step_of_an_environment_without_traffic_says_what_is_missing():
     """It was an AttributeError of None, before the first reset and after close."""
     env = make_env(Config())

@@ -24,6 +24,7 @@ from runtime.metrics import VOCABULARY
 from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
 from runtime.report_traffic import COLOURS, shield_section
+from runtime.scores import save_scores
 from runtime.tracks import DamagedFile, load_tracks, save_tracks
 
 CONTROLLERS = ["none", "random", "policy"]
@@ -52,7 +53,7 @@ def run(tmp_path_factory):
     rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], {"policy": build("small").eval()}, folder / "scenario", first)
     tracks = evaluate.watch(cfg, CONTROLLERS, 5, {"policy": build("small").eval()}, folder / "scenario", second)
     more = [{**rows[1], "controller": name} for name in ("follower_stopper", "lane_advice", "pi_saturation")]
-    evaluate.write(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], log)
+    save_scores(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], evaluate.SHIELD_LOG, log)
     save_tracks(folder / "evaluation.tracks.npz", tracks, cfg.env.control_interval, 5)
     rows = [{**{name: 1.0 + epoch for name in VOCABULARY}, "phase": phase, "epoch": epoch, "env_steps": 9 * epoch}
             for phase in (1, 2, 3) for epoch in (1, 2, 3)]
@@ -178,6 +179,12 @@ def test_damaged_results_are_named(run, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(DamagedFile, match=f"{name}: damaged"):
         build_report(tmp_path)
+
+
+def test_report_is_about_the_policy_wherever_it_stands():
+    """Of `--controllers policy,idm` the tiles at the top were those of idm."""
+    assert report.own({"summary": {"none": 0, "policy": 0, "idm": 0}}) == ["policy", "none", "idm"]
+    assert report.own({"summary": {"none": 0, "tuned": 0, "idm": 0}}) == ["idm", "none", "tuned"]
 
 
 def test_every_rule_has_its_colour_everywhere():

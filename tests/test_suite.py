@@ -2,6 +2,7 @@
 how they are scored."""
 import copy
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from configs import Config, ConfigError, load_config
 from configs.loader import variant
 from data.collect import episode_plan
 from env.traffic_env import SumoError, TrafficEnv, check_scenario
-from runtime.scores import mean_ci, summarise
+from runtime.ending import run_script
+from runtime.scores import beside, mean_ci, save_scores, summarise
 
 from helpers import episode, equal
 
@@ -120,13 +122,29 @@ def test_scores_of_a_suite(tmp_path, scenarios):
     said, known = [], [row for row in rows if row["controller"] == "none"]
     again, _ = evaluate.evaluate_suite(cfg, ["random"], [7], {}, scenarios, lambda *text: said.append(text), known)
     assert again == rows and len(said) == 2  # only "random" was simulated again
-    evaluate.write(tmp_path / "r.json", evaluate.scenarios_of([cfg]), [7], rows, log)
+    save_scores(tmp_path / "r.json", evaluate.scenarios_of([cfg]), [7], rows, evaluate.SHIELD_LOG, log)
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["scenario"] == "corridor, ring"  # only that of the first variant was named
     assert set(result) == {"scenario", "sumo_version", "seeds", "episodes", "summary", "variants"}
     means = [result["variants"][text]["random"]["ocr"]["mean"] for text in cfg.env.suite]
     assert result["summary"]["random"]["ocr"]["mean"] == pytest.approx(np.mean(means))
     assert Path(tmp_path / "r.shield.csv").read_text().splitlines()[0].endswith(",variant")
+
+
+def test_files_beside_a_name_with_dots():
+    """`--out d.lr0.1` and `--out d.lr0.2` wrote the same d.lr0.csv."""
+    assert [beside(Path("a") / name, ".csv").name for name in ("r.json", "d.lr0.1", "d.lr0.2", "r")] == [
+        "r.csv", "d.lr0.1.csv", "d.lr0.2.csv", "r.csv"]
+
+
+@pytest.mark.parametrize("words, says", [
+    (["--sweep", "env.max_commands=1,5", "--sweep", "env.icv_share=0.1,0.5"], "there is one already"),
+    (["--sweep", "env.horizon_s=60,90"], "episodes of evaluate.horizon_s")])
+def test_sweeps_that_would_not_be_done_are_refused(words, says, monkeypatch, capsys):
+    """Of two the first one was forgotten; of two horizons both columns were those of evaluate.horizon_s."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--config", "configs/smoke.yaml", *words])
+    assert run_script(evaluate.main, evaluate.USER_ERRORS) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changed", ["env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512",

@@ -1,8 +1,10 @@
 """What a person is told: progress, warnings, TensorBoard, profiles, the resolved configuration, sizes."""
+import errno
 import gzip
 import io
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 
 from benchmarks.size import code_lines, function_lengths, measure, summarise
-from configs import Config, ConfigError, console, load_config
+from configs import Config, ConfigError, WriteError, console, load_config
+from configs.files import write_whole
 from configs.show import main as show
 from runtime.ending import run_script
 from runtime.metrics import Metrics, findings, read_metrics
@@ -284,6 +287,45 @@ def test_reader_that_has_seen_enough_is_no_error():
     show = subprocess.Popen([sys.executable, "-m", "configs.show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     show.stdout.close()
     assert show.stderr.read() == b"" and show.wait() == -signal.SIGPIPE
+
+
+@pytest.mark.parametrize("module, ending", [("configs.console", "exit_code"), ("runtime.ending", "run_script")])
+def test_reader_that_has_seen_enough_ends_a_command_quietly(module, ending):
+    """`python evaluate.py ... | head -1` ended with a traceback."""
+    code = (f"import sys\nfrom {module} import {ending}\nfrom configs.console import say\n"
+            f"def work():\n    while True:\n        say('x' * 999)\nsys.exit({ending}(work, ()))")
+    talker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    talker.stdout.close()
+    assert talker.stderr.read() == b"" and talker.wait() == 1
+
+
+@pytest.mark.parametrize("ending", [console.exit_code, run_script])
+def test_broken_pipe_to_somebody_else_is_no_quiet_end(ending, monkeypatch):
+    monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
+
+    def work():
+        raise BrokenPipeError
+    with pytest.raises(BrokenPipeError):
+        ending(work, ())
+
+
+def test_links_to_themselves_are_one_message(tmp_path, capsys):
+    """A configuration that is one was a RuntimeError's traceback."""
+    (tmp_path / "loop.yaml").symlink_to(tmp_path / "loop.yaml")
+    assert console.exit_code(lambda: show(["--config", str(tmp_path / "loop.yaml")]), (ConfigError,)) == 2
+    assert "symbolic links" in capsys.readouterr().err
+    assert console.exit_code((tmp_path / "loop.yaml").read_text, ()) == 2
+
+
+@pytest.mark.parametrize("number, advice", [(errno.ENOSPC, "make room"), (errno.EROFS, "name another place"),
+                                            (errno.EISDIR, "name another place")])
+def test_advice_about_files_that_cannot_be_written_fits(number, advice, tmp_path, monkeypatch):
+    """A read-only folder was to be given more room."""
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(WriteError, match=advice):
+        write_whole(tmp_path / "a.txt", "x")
 
 
 def test_off_is_a_word_where_it_is_a_choice():

@@ -1,6 +1,7 @@
 """Networks and configurations of users, in which shield, score or settings once did not see everything."""
 import gzip
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from configs.schema import Config
 from data.settings import scenario_hashes
 from env.launch import SumoError, find_binary, sumo_environment
 from env.routes import Routes
-from env.scenarios import build_scenario, own_scale
+from env import scenarios
+from env.scenarios import build_scenario, check_traffic, own_scale
 from env.baselines import SPEED
 from env.spaces import speed_change
 from env.traffic_env import TrafficEnv, check_scenario
@@ -259,6 +261,29 @@ def test_routes_that_sumo_will_refuse_later_are_refused_at_once(road, tmp_path):
                 'edges="out in"/></vehicle>')
     with pytest.raises(SumoError, match="(?s)SUMO ends before the episode does.*lost.*no valid route"):
         check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
+
+
+def test_what_only_the_mesoscopic_model_refuses_is_not_told(road, capfd, monkeypatch):
+    """A bicycle that drives to its end was named as missing, and who really was left out was not."""
+    path = road(LIGHT, STRAIGHT.format(1), FLOW.format("f", 0, 30))
+    says = iter([(True, ["Error: bicycle"]), (False, ["c3: sorted by departure"]), (True, ["Error"]), (False, [])])
+    monkeypatch.setattr(scenarios, "_dry_run", lambda words: next(says))
+    arguments = ["-c", path, "--mesosim", "false"]
+    check_traffic(path, arguments, 100.0)
+    told = capfd.readouterr().err
+    assert "c3" in told and "bicycle" not in told
+    check_traffic(path, arguments, 100.0)
+    assert capfd.readouterr().err == ""
+
+
+def test_shipped_networks_are_found_from_any_folder(tmp_path, monkeypatch):
+    """configs/roads_train.yaml worked in the project's folder only."""
+    cfg = load_config("configs/roads_train.yaml").variants()[-1]
+    monkeypatch.chdir(tmp_path)
+    assert cfg.env.scenario == "configs/town/town.sumocfg" and Path(build_scenario(cfg, tmp_path)).is_file()
+    assert "town.net.xml" in scenario_hashes(cfg.env.scenario)
+    with pytest.raises(SumoError, match="no such file"):
+        build_scenario(load_config("configs/smoke.yaml", ["env.scenario=configs/village.sumocfg"]), tmp_path)
 
 
 def test_mesoscopic_configurations_are_simulated_vehicle_by_vehicle(road):
