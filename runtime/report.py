@@ -117,7 +117,7 @@ def traffic_sections(episodes, facts):
 def own(result):
     """The controllers; the one that it is about, the policy or else the last one, comes first."""
     names = list(result["summary"])
-    mine = next((name for name in names if name == "policy"), names[-1])
+    mine = "policy" if "policy" in names else names[-1]
     return [mine, *(name for name in names if name != mine)]
 
 
