@@ -34,7 +34,7 @@ def build_scenario(cfg, folder):
     numbers = json.dumps([asdict(getattr(cfg, name)), asdict(cfg.driver), cfg.env.horizon_s, cfg.env.warmup_s])
     target = Path(folder).absolute() / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
-    _check_folder(target, "run.name, run.folder or data.folder")
+    _check_folder(target, "run.name, run.folder, data.folder or TMPDIR")
     if not config.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +122,8 @@ def _user_scenario(name):
     if not path.is_file():
         raise SumoError(f"env.scenario: {path}: no such file; expected a .sumocfg, its path relative to {Path.cwd()}")
     _check_folder(path.resolve().parent, "env.scenario")
+    if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
+        raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")
     return str(path.resolve())
 
 

@@ -48,6 +48,11 @@ def scenario(name, folder):
     build_scenario(cfg, folder)
 
 
+def without_network(folder):
+    (folder / "my.sumocfg").write_text("<configuration><time><begin value='0'/></time></configuration>")
+    scenario(str(folder / "my.sumocfg"), folder)
+
+
 def in_folder(folder, name):
     """Build the default scenario below a folder of this name."""
     build_scenario(Config(), folder / name)
@@ -147,6 +152,8 @@ CASES = [
     ("neither built in", lambda t, m, r: scenario("rign", t), ["env.scenario", "rign", "ring", ".sumocfg"]),
     ("no such file; expected a .sumocfg", lambda t, m, r: scenario("typo.sumocfg", t),
      ["typo.sumocfg", "relative to", "/"]),
+    ("names no network; expected", lambda t, m, r: without_network(t),
+     ["my.sumocfg", "names no network", "net-file"]),
     ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),
      ["lr=1e-3,K=5", "','", "rename", "run.name"]),
     ("or one number for equal shares", lambda t, m, r: BlockSampler([9], 2, 0, 2, weights=(1, 2, 3)),
