@@ -35,7 +35,7 @@ from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
 
 FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
-FIXED = ("evaluate.seeds", "evaluate.controllers", "env.horizon_s", "env.terminate_on_collision")
+SCORED = ("env.horizon_s", "env.terminate_on_collision")  # of training; scored episodes have their own
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
                  "evaluate.c_int_cap", "evaluate.leave_below", "evaluate.accel_limit", "shield.",
                  "baselines.")  # they change no traffic without control
@@ -205,10 +205,11 @@ def settings(options):
     gets one thread: more would wait for processors on which SUMO simulates."""
     torch.set_num_threads(1)
     key, state, folder = (options.sweep or "").partition("=")[0], None, None
-    if key in FIXED or options.scenario and key in ("env.scenario", "env.suite"):
+    named = ("env.scenario", "env.suite") if options.scenario else ()
+    if key in ("evaluate.seeds", "evaluate.controllers", *SCORED, *named):
         raise ConfigError(f"command line: --sweep {options.sweep}: not with these; all values have the same seeds and "
                           "controllers, episodes of evaluate.horizon_s, and --scenario names the only one")
-    if any(text.partition("=")[0] in FIXED[2:] for text in options.overrides):
+    if any(text.partition("=")[0] in SCORED for text in options.overrides):
         print("NOTE: scored episodes last evaluate.horizon_s and end at no collision, whatever env.* says")
     if options.checkpoint:
         state, folder = find_checkpoint(options.checkpoint)

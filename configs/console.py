@@ -91,12 +91,12 @@ def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
     try:
-        return work() or 0
-    except BrokenPipeError:
-        if nobody_reads():
-            return 1
-        raise
+        code = work() or 0
+        sys.stdout.flush()
+        return code
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and nobody_reads():
+            return 1
         if not caused(error, (*troubles, *mistakes)):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)

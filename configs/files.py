@@ -4,8 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-
-PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR)
+PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR)  # what more room does not cure
 
 
 class WriteError(Exception):

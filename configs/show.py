@@ -5,7 +5,6 @@
 """
 import argparse
 import dataclasses
-import signal
 import sys
 from pathlib import Path
 
@@ -51,5 +50,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has seen enough: end as other programs do
     sys.exit(exit_code(main, (ConfigError,)))

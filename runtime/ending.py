@@ -15,7 +15,9 @@ def run_script(main, user_errors, troubles=()):
     """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
     try:
-        return note(main() or 0)
+        code = main() or 0
+        sys.stdout.flush()
+        return note(code)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and nobody_reads():
             return note(1)

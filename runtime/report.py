@@ -18,7 +18,7 @@ from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.pictures import grid, lines, stacked
-from runtime.report_traffic import COLOURS, influence_section, shield_section, time_space, traffic_section
+from runtime.report_traffic import COLOURS, influence_section, own, shield_section, time_space, traffic_section
 from runtime.tracks import DamagedFile, load_tracks
 
 STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
@@ -113,13 +113,6 @@ def traffic_sections(episodes, facts):
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------
-
-def own(result):
-    """The controllers; the one that it is about, the policy or else the last one, comes first."""
-    names = list(result["summary"])
-    mine = "policy" if "policy" in names else names[-1]
-    return [mine, *(name for name in names if name != mine)]
-
 
 def headline(result):
     """The controller that this run is about, in four numbers."""

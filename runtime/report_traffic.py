@@ -95,13 +95,20 @@ def share_by_place(track, edges):
     return 100 * chosen / np.maximum(connected, 1)
 
 
+def own(result):
+    """The controllers; the one that it is about, the policy or else the last one, comes first."""
+    names = list(result["summary"])
+    mine = "policy" if "policy" in names else names[-1]
+    return [mine, *(name for name in names if name != mine)]
+
+
 def shield_section(path, result):
     """The shield's log: reasons by controller, and when."""
     with open(path, newline="", encoding="utf-8") as file:
         events = [(row["controller"], row["reason"], int(row["step"])) for row in csv.DictReader(file)]
     if not events:
         return ["<h2>Shield</h2><p>The shield changed no command.</p>"]
-    names = [name for name in reversed(result["summary"]) if name != "none"]
+    names = [name for name in own(result) if name != "none"]
     count = Counter((name, reason) for name, reason, _ in events)
     reasons = sorted({reason for _, reason, _ in events})
     episodes = len(result["seeds"]) * max(len(result.get("variants", ())), 1)

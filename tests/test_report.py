@@ -181,10 +181,14 @@ def test_damaged_results_are_named(run, tmp_path, name, content):
         build_report(tmp_path)
 
 
-def test_report_is_about_the_policy_wherever_it_stands():
+def test_report_is_about_the_policy_wherever_it_stands(tmp_path):
     """Of `--controllers policy,idm` the tiles at the top were those of idm."""
     assert report.own({"summary": {"none": 0, "policy": 0, "idm": 0}}) == ["policy", "none", "idm"]
     assert report.own({"summary": {"none": 0, "tuned": 0, "idm": 0}}) == ["idm", "none", "tuned"]
+    path = tmp_path / "evaluation.shield.csv"
+    path.write_text("controller,seed,step,slot,reason\nidm,1,3,4,clipped\n")
+    page = "".join(shield_section(path, {"summary": {"none": 0, "policy": 0, "idm": 0}, "seeds": [1]}))
+    assert "<th class=mine>policy</th>" in page
 
 
 def test_every_rule_has_its_colour_everywhere():

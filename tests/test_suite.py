@@ -147,6 +147,14 @@ def test_sweeps_that_would_not_be_done_are_refused(words, says, monkeypatch, cap
     assert says in capsys.readouterr().err
 
 
+def test_horizon_of_training_is_said_to_be_none_of_the_score(monkeypatch, capsys):
+    """`evaluate.py env.horizon_s=60` scored evaluate.horizon_s without a word."""
+    words = ["--controllers", "nobody", "env.horizon_s=60"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--config", "configs/smoke.yaml", *words])
+    assert run_script(evaluate.main, evaluate.USER_ERRORS) == 2
+    assert "NOTE: scored episodes last evaluate.horizon_s" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("changed", ["env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512",
                                      "evaluate.selection=jam", "evaluate.sample=true", "evaluate.accel_limit=1",
                                      "evaluate.leave_below=5", "evaluate.c_int_cap=0.1", "shield.enabled=false",
