@@ -335,14 +335,11 @@ def main():
     if (budget := options.find_batch_size) is not None and (options.phase != 1 or not 0 < budget < math.inf):
         raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: the batches "
                           "of phase 3 come from live SUMO")
-    team = start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0)
-    try:
+    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0) as team:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
         if budget:
             return try_batches(cfg, team, budget)
         return {1: phase1, 3: phase3}[options.phase](cfg, team, MemoryGuard(cfg, team, stop))
-    finally:
-        team.close()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import numpy as np
@@ -204,7 +205,7 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
     if kept:
         log_std.data.copy_(before)
         kept.add(c["epoch"], minibatches)
-    means = {name: sum(log[name] for log in passes) / len(passes) for name in passes[0]}
+    means = {name: fmean(log[name] for log in passes if name in log) for name in passes[0]}  # GPUs may fall silent
     return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
 
 
@@ -262,12 +263,10 @@ def main():
     cfg = parse(__doc__).config
     if (code := one_learner_per_gpu(cfg)) is not None:
         return code
-    stop, team = StopRequest(), start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers)
-    try:
+    stop = StopRequest()
+    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers) as team:
         torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
         return phase2(cfg, team, MemoryGuard(cfg, team, stop))
-    finally:
-        team.close()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,12 @@ def measure(preset, samples, accumulation):
     """On each rank: median seconds of an optimiser step; the first rank prints it."""
     cfg = Config()
     cfg.run.device, cfg.run.threads, cfg.model.preset = "cpu", 1, preset
-    team = start_team(cfg.run, cfg.ddp)
+    with start_team(cfg.run, cfg.ddp) as team:
+        team.say(json.dumps(seconds_per_step(team, cfg, samples, accumulation)))
+
+
+def seconds_per_step(team, cfg, samples, accumulation):
+    """Median over the steps, after a warm-up."""
     torch.manual_seed(0)
     model = TrafficModel(cfg)
     model.freeze("controller", "safety_shield")
@@ -49,8 +54,7 @@ def measure(preset, samples, accumulation):
         start = time.perf_counter()
         optimiser_step(module, window, optimizer, precision, 1.0)
         times.append(time.perf_counter() - start)
-    team.say(json.dumps(statistics.median(times[WARM_UP:])))
-    team.close()
+    return statistics.median(times[WARM_UP:])
 
 
 def run(ranks, options, accumulation):

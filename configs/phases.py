@@ -53,7 +53,7 @@ class DDPConfig:
     find_unused_parameters: bool = opt(False, "not needed: every rank uses every trainable parameter")
     static_graph: bool = opt(False, "refused together with accumulation (PyTorch loses gradients there)")
     fp16_compression: bool = opt(False, "send gradients as fp16")
-    nccl_env: list[str] = opt(["NCCL_IB_DISABLE=1", "NCCL_P2P_DISABLE=1"],
+    nccl_env: list[str] = opt(["NCCL_IB_DISABLE=1", "NCCL_P2P_DISABLE=1", "NCCL_CUMEM_HOST_ENABLE=0"],
                               "NAME=value, set before NCCL starts unless the user has set NAME", empty=True)
 
 

@@ -28,7 +28,7 @@ from configs.files import write_whole
 from data.layout import DataError, file_hash, only_writer, read_json
 from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
-from env.launch import SumoError, die_with_parent
+from env.launch import SumoError, die_with_parent, without_main
 from env.traffic_env import check_scenario, make_env
 from env.workers import WorkerError
 
@@ -95,7 +95,7 @@ def collect(cfg, report=print, meanwhile=lambda: None):
 def run_episodes(cfg, jobs, folder, meanwhile):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
+    with without_main(), ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent alone answers Ctrl-C
         try:
             futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
@@ -241,5 +241,6 @@ def main():
 
 
 if __name__ == "__main__":
+    from data.collect import main  # noqa: F811  (processes find the functions of a module, not those of __main__)
     sys.exit(console.exit_code(main, (ConfigError, DataError, SumoError), "finished episodes are kept, ",
                                (WorkerError, WriteError)))

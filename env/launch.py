@@ -1,4 +1,5 @@
 """Finding and starting SUMO's real binaries from the eclipse-sumo wheel, without SUMO_HOME."""
+import contextlib
 import ctypes
 import functools
 import importlib.metadata
@@ -7,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -69,6 +71,17 @@ def die_with_parent(parent=None):
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it died before we could ask
         os._exit(1)
+
+
+@contextlib.contextmanager
+def without_main():
+    """Processes that are spawned meanwhile do not import the script that spawns them: train_ddp.py would bring PyTorch,
+    170 MB in each."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def first_to_go(score):

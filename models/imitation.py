@@ -46,7 +46,7 @@ class RuleDriver(Driver):
 def follow(choice, wanted, slots):
     """Overwrite one environment's choice (tensors [K], see Controller.select) with a rule's commands `wanted` (slot,
     accel, lane, brake), in its order; `slots` are those of the candidates, others are no command."""
-    place = {int(slot): i for i, slot in enumerate(slots)}
+    place = {slot: i for i, slot in enumerate(slots.tolist())}
     own = [j for j, slot in enumerate(wanted[0]) if int(slot) in place]
     n, (accel, brake) = len(own), (torch.as_tensor(wanted[i][own], dtype=torch.float32) for i in (1, 3))
     accel = torch.where(brake > 0, -brake, accel)

@@ -2,6 +2,7 @@
 import torch
 
 from configs import ConfigError
+from runtime.ending import out_of_memory
 
 ENTITIES = ((8, 128), (16, 64), (24, 32))  # vehicles of a sample up to -> first micro-batch to try; 16 beyond
 MOST_TRIALS = 64
@@ -55,7 +56,9 @@ def memory_share(step, batch, device, budget_mb):
     _reset_peak(device)
     try:
         step({name: value.to(device) for name, value in batch.items()})
-    except (torch.OutOfMemoryError, MemoryError):
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         return None
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory

@@ -66,9 +66,13 @@ class Team:
         if self.world > 1:
             dist.barrier()
 
-    def close(self):
-        """Leave the process group."""
-        if dist.is_initialized():
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        """Leave the process group, but not for an error of this rank: NCCL would wait for the others before anybody
+        hears of it (`runtime.ending.run_script` ends the process instead)."""
+        if dist.is_initialized() and (kind is None or kind is SystemExit):
             dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
 """How every script ends: its exit code, and who says why."""
+import contextlib
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ import torch
 from configs.console import caused, nobody_reads
 
 OUT_OF_MEMORY = 4  # exit code
+NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 
 
 def run_script(main, user_errors, troubles=()):
@@ -19,23 +21,42 @@ def run_script(main, user_errors, troubles=()):
         sys.stdout.flush()
         return note(code)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            return note(1)
-        if caused(error, (*troubles, *user_errors)):
-            if first_to_speak():
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            return note(1 if isinstance(error, troubles) else 2)
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(error):
-            note(1)
+        told = tell(error, user_errors, troubles)
+        note(told or 1)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # an orderly end waits for ranks that know nothing of the error
+            told or traceback.print_exc()
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(told or 1)
+        if told is None:
             raise
-        traceback.print_exc()
-        print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
-        return note(OUT_OF_MEMORY)
+        return told
     except SystemExit as end:  # before the first step
         return note(end.code or 0)
     except KeyboardInterrupt:
         print("interrupted, nothing new was saved; the same command starts again", file=sys.stderr)
         return 130
+
+
+def tell(error, user_errors, troubles):
+    """Say what ended the script, if that is no fault of the program's; returns its exit code, or None."""
+    if isinstance(error, BrokenPipeError) and nobody_reads():
+        return 1
+    if caused(error, (*troubles, *user_errors)):
+        if first_to_speak():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1 if isinstance(error, troubles) else 2
+    if not out_of_memory(error):
+        return None
+    traceback.print_exc()
+    print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
+    return OUT_OF_MEMORY
+
+
+def out_of_memory(error):
+    """Whether memory was wanting: PyTorch's allocators have a type for that, the CUDA driver and cuBLAS have words."""
+    return (isinstance(error, (MemoryError, torch.OutOfMemoryError)) or isinstance(error, RuntimeError)
+            and any(words in str(error) for words in NO_MEMORY) and "NCCL" not in str(error))
 
 
 def note(code):

@@ -60,7 +60,13 @@ def gpus(wanted, smi=None):
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(i)
-            (torch.ones(64, 64, device=f"cuda:{i}") @ torch.ones(64, 64, device=f"cuda:{i}")).sum().item()
+            try:
+                (torch.ones(64, 64, device=f"cuda:{i}") @ torch.ones(64, 64, device=f"cuda:{i}")).sum().item()
+            except RuntimeError as error:  # a full card, or a build without kernels for it
+                yield Finding(FAIL, "GPU", f"{p.name} cannot compute: {str(error).splitlines()[0]}", "nvidia-smi shows "
+                              f"who uses it; this PyTorch is built for {' '.join(torch.cuda.get_arch_list())}, the GPU "
+                              f"is sm_{p.major}{p.minor}")
+                continue
             yield Finding(OK, "GPU", f"{p.name}, {p.total_memory / 2**30:.0f} GB, compute capability {p.major}."
                           f"{p.minor}, CUDA {torch.version.cuda}, driver {smi.partition(',')[0] or 'unknown'}")
     elif smi:

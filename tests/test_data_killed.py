@@ -150,3 +150,29 @@ def gone(mark):
     while list(living()) and time.monotonic() < end:
         time.sleep(0.05)
     return not list(living())
+
+
+SCRIPT_WITH_TORCH = """
+import multiprocessing, sys
+from pathlib import Path
+import torch
+from configs import load_config
+from data.collect import collect
+
+def look():
+    maps = [Path(f"/proc/{child.pid}/maps").read_text() for child in multiprocessing.active_children()]
+    print("seen", [("libtorch" in text, "numpy" in text) for text in maps])
+
+if __name__ == "__main__":
+    collect(load_config("configs/smoke.yaml", sys.argv[1:]), meanwhile=look)
+    assert sys.modules["__main__"].look is look
+"""
+
+
+def test_processes_that_collect_for_a_script_do_not_load_its_pytorch(tmp_path):
+    """Phase 1 that collects its own data had PyTorch in each of them: 1 GB more in six processes."""
+    (tmp_path / "script.py").write_text(SCRIPT_WITH_TORCH)
+    words = [f"data.folder={tmp_path}/data", "data.samples=2", "data.samples_per_episode=2", "data.processes=1"]
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *words], cwd=ROOT, timeout=120,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0 and "seen [(False, True)]" in done.stdout, done.stderr

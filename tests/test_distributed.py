@@ -226,14 +226,11 @@ def rank_main(rank, port, folder):
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cfg = config()
-    team = start_team(cfg.run, cfg.ddp)
-    try:
+    with start_team(cfg.run, cfg.ddp) as team:
         result = {"talk": talk(team), "phase1": run_phase1(team, folder / "phase1"), "phase2": run_phase2(team),
                   "poisoned": run_poisoned(team), "phase3": run_phase3(team), "threads": torch.get_num_threads()}
         torch.save(result, folder / f"rank{rank}.pt")
         team.barrier()
-    finally:
-        team.close()
 
 
 @pytest.fixture(scope="module")
@@ -369,7 +366,8 @@ def test_a_team_of_one_needs_no_processes():
     assert one["sum"] == pytest.approx([1, 0, 0.1]) and one["any"] == [False, False, True, True]
     assert one["gather"] == [{"rank": 0}]
     assert one["moments"] == pytest.approx([2.0, (2 / 3) ** 0.5])
-    ALONE.barrier(), ALONE.close()
+    with ALONE:
+        ALONE.barrier()
 
 
 # ---- options -----------------------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from configs import Config, load_config
 from runtime import doctor, machine
@@ -71,13 +73,26 @@ def test_kernel_tells_wsl2_from_others():
 
 def test_gpu_that_pytorch_does_not_use_fails(monkeypatch):
     """A CPU build of PyTorch beside a GPU trained on the CPU without a word."""
-    import torch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     (one,) = machine.gpus("cuda", "570.1, NVIDIA GeForce RTX 2080 Ti")
     assert one.status == FAIL and "CUDA build" in one.remedy and "2080 Ti" in one.found
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "driver" in next(machine.gpus("auto", "390.1, old")).remedy
+
+
+def test_gpu_that_cannot_compute_is_a_finding(monkeypatch):
+    """A full card, or a PyTorch without kernels for it, was a traceback of the doctor's."""
+    def ones(*shape, device):
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device\nhint")
+    card = SimpleNamespace(name="GeForce RTX 2080 Ti", major=7, minor=5)
+    for name, value in (("is_available", lambda: True), ("device_count", lambda: 2),
+                        ("get_device_properties", lambda i: card), ("get_arch_list", lambda: ["sm_90", "sm_100"])):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "ones", ones)
+    found = list(machine.gpus("auto", "570.1, old"))
+    assert [f.status for f in found] == [FAIL, FAIL] and "no kernel image" in found[0].found
+    assert "hint" not in found[0].found and "sm_90 sm_100" in found[0].remedy and "sm_75" in found[0].remedy
 
 
 @pytest.mark.parametrize("smi", ["", "570.1, NVIDIA GeForce RTX 2080 Ti"])

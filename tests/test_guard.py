@@ -273,18 +273,23 @@ def test_phase_goes_on_with_fewer_workers_and_stops_saved(guarded, tmp_path, mon
     assert checkpoint.load(f"runs/smoke/{phase.__name__}")["epoch"] == 4
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(
-    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate")])
+@pytest.mark.parametrize("error", [
+    MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    torch.AcceleratorError("CUDA error: out of memory"),  # of the driver: pinned memory, kernels
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")])
 def test_want_of_memory_has_its_own_exit_code(tmp_path, monkeypatch, capsys, error):
-    """Also under torchrun, which passes on 1."""
+    """Also under torchrun, which passes on 1. What CUDA's driver and cuBLAS say was a failure like any other, so that
+    the next try was no smaller."""
     monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "code"))
 
     def main(error=error):
         raise error
     assert run_script(main, (ConfigError,)) == 4 and (tmp_path / "code").read_text() == "4"
     assert "memory.split=2" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="another"):
-        run_script(lambda: main(RuntimeError("another")), (ConfigError,))
+    for other in ("another", "NCCL error: unhandled cuda error, CUDA error: out of memory"):  # no smaller batch helps
+        with pytest.raises(RuntimeError, match=other):
+            run_script(lambda: main(RuntimeError(other)), (ConfigError,))
 
 
 @pytest.mark.parametrize("error, code", [(CheckpointError("no"), 2), (SaveError("no"), 1), (WorkerError("no"), 1)])
