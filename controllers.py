@@ -83,13 +83,14 @@ class Audit:
 
     def __init__(self, controller, seed):
         self.controller, self.seed, self.step, self.lines = controller, seed, 0, []
-        self.counts = {"shield_clips": 0, "shield_emergencies": 0}
+        self.counts = {"shield_clips": 0, "shield_vetoes": 0, "shield_emergencies": 0}
 
     def add(self, commands):
         """Note one control step's overrides."""
         reason = commands["reason"]
         self.counts["shield_clips"] += int((reason & CLIPPED > 0).sum())
         self.counts["shield_emergencies"] += int((reason & EMERGENCY > 0).sum())
+        self.counts["shield_vetoes"] += int(((reason > 0) & (reason & (CLIPPED | EMERGENCY) == 0)).sum())
         for i in np.flatnonzero(reason):
             sent = -commands["brake"][i] if commands["brake"][i] > 0 else commands["accel"][i]
             why = " + ".join(text for code, text in REASONS.items() if reason[i] & code)

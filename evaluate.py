@@ -29,7 +29,7 @@ from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
-from runtime.scores import beside, differences, doubts, save_scores, summarise, table
+from runtime.scores import beside, differences, doubts, paired_lines, save_scores, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
@@ -106,15 +106,16 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
-def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):
-    """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name."""
+def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=(), of=""):
+    """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name. `of`:
+    what tells these scores from others."""
     rows, log = [], []
     for text, variant in zip(cfg.env.suite, cfg.variants()):
         mine, lines = evaluate(variant, controllers, seeds, models, folder, say,
                                [row for row in known if row.get("variant", text) == text])
         if len(cfg.env.suite) == 1:
             return mine, lines
-        console.say("\n".join(["", text, table(summarise(mine)), *differences(mine), ""]))
+        console.say("\n".join(["", text + of, table(summarise(mine)), *paired_lines(differences(mine)), ""]))
         rows += [{**row, "variant": text} for row in mine]
         log += [(*line, text) for line in lines]
     return rows, log
@@ -184,6 +185,8 @@ def sweep(text):
     if not text:
         return {"": []}
     key, _, values = text.partition("=")
+    if len(set(values.split(","))) < values.count(",") + 1:
+        raise ConfigError(f"command line: --sweep {text}: expected different values")
     return {f" {key.rpartition('.')[2]}={value}": [f"{key}={value}"] for value in values.split(",")}
 
 
@@ -232,6 +235,8 @@ def settings(options):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
         print(f"policy: {folder} (epoch {state.get('epoch')})\n{models['policy'].describe()}")
+        if "data" in (state.get("counters") or ()):
+            print(f"NOTE: {folder} is a checkpoint of phase 1: its controller, and so the policy, is untrained")
     return configs, controllers, seeds, models
 
 
@@ -245,23 +250,23 @@ def main():
         check_scenario(cfg, folder)
     if options.animate or options.gui:
         return show(first, controllers[-1], seeds[0], models, folder, options)
-    rows, log, known, paired = [], [], [], []
+    rows, log, known, pairs = [], [], [], {}
     for name, cfg in configs.items():
-        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known)
+        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known, of=name)
         if same:
             known = [row for row in mine if row["controller"] == "none"]
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
-        paired += [f"{line} {name}".rstrip() for line in differences(mine)]
+        pairs.update(differences(mine, name))
         log += [(line[0] + name, *line[1:]) for line in lines]
     scenario = scenarios_of(configs.values())
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
           "interval")
-    print("\n".join([table(summarise(rows)), *paired]))
+    print("\n".join([table(summarise(rows)), *paired_lines(pairs)]))
     for doubt in doubts(rows, scenario):
         console.say(f"WARNING: {doubt}")
     if options.out:
-        save_scores(options.out, scenario, seeds, rows, SHIELD_LOG, log)
+        save_scores(options.out, scenario, seeds, rows, pairs, SHIELD_LOG, log)
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])

@@ -12,7 +12,9 @@ from configs.files import write_whole
 
 NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
 SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int",
-         "collisions", "teleports", "shield_clips", "shield_emergencies")
+         "collisions", "teleports", "shield_clips", "shield_vetoes", "shield_emergencies")
+PAIRED = {"s_total": ("S_total", "+.2f"), "arrived": ("arrived", "+.1f"), "c_int": ("C_int", "+.3f")}
+FEW = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # t, 1 to 10 degrees
 
 
 def summarise(rows):
@@ -29,19 +31,23 @@ def summarise(rows):
                    for key, by_seed in metrics.items()} for name, metrics in values.items()}
 
 
-def differences(rows):
-    """["S_total, paired: policy - RULE +1.0 +- 0.5", ..., "arrived, paired: ..."] for every other controller of the
-    rows; none without a policy."""
-    lines = []
-    for key, name, form in (("s_total", "S_total", "+.2f"), ("arrived", "arrived", "+.1f")):
-        values = {}
-        for row in rows:
-            values.setdefault(row["controller"], {}).setdefault(row["seed"], []).append(row[key])
-        policy = values.pop("policy", {})
-        for rule in sorted(values.keys() - {"none"}) if policy else ():
-            gain = mean_ci([np.mean(policy[seed]) - np.mean(of_seed) for seed, of_seed in values[rule].items()])
-            lines.append(f"{name}, paired: policy - {rule} {with_interval(gain, form)}")
-    return lines
+def differences(rows, of=""):
+    """{"policy - RULE" + `of`: {metric of PAIRED: mean_ci}} for every other controller of the rows, seed by seed, of
+    several variants their mean; empty without a policy."""
+    values, pairs = {}, {}
+    for row in rows:
+        values.setdefault(row["controller"], {}).setdefault(row["seed"], []).append([row[key] for key in PAIRED])
+    policy = values.pop("policy", None)
+    for rule in sorted(values.keys() - {"none"}) if policy else ():
+        gains = [np.mean(policy[seed], 0) - np.mean(of_seed, 0) for seed, of_seed in values[rule].items()]
+        pairs[f"policy - {rule}{of}"] = {key: mean_ci(list(gain)) for key, gain in zip(PAIRED, np.transpose(gains))}
+    return pairs
+
+
+def paired_lines(pairs):
+    """`differences` as lines of text."""
+    return [f"{name}, paired: {pair} {with_interval(gains[key], form)}"
+            for key, (name, form) in PAIRED.items() for pair, gains in pairs.items()]
 
 
 def mean_ci(values):
@@ -60,9 +66,9 @@ def with_interval(value, form=".3f"):
 
 
 def student_t(freedom, z=1.959964):
-    """97.5 % quantile of Student's t (Cornish-Fisher expansion, within 2 % from 3 degrees of freedom on)."""
-    if freedom < 3:
-        return {1: 12.706, 2: 4.303}[freedom]
+    """97.5 % quantile of Student's t (from 11 degrees of freedom on the Cornish-Fisher expansion, right to 1e-4)."""
+    if freedom <= len(FEW):
+        return FEW[freedom - 1]
     return (z + (z ** 3 + z) / (4 * freedom) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * freedom ** 2)
             + (3 * z ** 7 + 19 * z ** 5 + 17 * z ** 3 - 15 * z) / (384 * freedom ** 3))
 
@@ -86,13 +92,14 @@ def doubts(rows, scenario):
             "saw, commanded or counted them; raise env.max_vehicles"] if unseen else []
 
 
-def save_scores(path, scenario, seeds, rows, columns, log):
-    """Results as JSON; beside it the rows as CSV and the shield's log, one line of `columns` per override, as
-    .shield.csv. Of a suite, "summary" is the mean over its variants and "variants" the summary of each."""
+def save_scores(path, scenario, seeds, rows, pairs, columns, log):
+    """Results as JSON, with the `differences`, if any, as "paired"; beside it the rows as CSV and the shield's log, one line of
+    `columns` per override, as .shield.csv. Of a suite, "summary" is the mean over its variants and "variants" the
+    summary of each."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
-              "summary": summarise(rows)}
+              "summary": summarise(rows), **({"paired": pairs} if pairs else {})}
     variants = list(dict.fromkeys(row["variant"] for row in rows if "variant" in row))
     if variants:
         result["variants"] = {text: summarise([row for row in rows if row["variant"] == text]) for text in variants}

@@ -250,7 +250,7 @@ CASES = [
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
-    ("not with these; all values", "test_evaluate.py"),
+    ("not with these; all values", "test_evaluate.py"), ("expected different values", "test_evaluate.py"),
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
     ("collect: episode {job.episode}", "test_data.py"), ("not the settings of a data set", "test_damaged_inputs.py"),

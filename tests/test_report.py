@@ -53,7 +53,7 @@ def run(tmp_path_factory):
     rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], {"policy": build("small").eval()}, folder / "scenario", first)
     tracks = evaluate.watch(cfg, CONTROLLERS, 5, {"policy": build("small").eval()}, folder / "scenario", second)
     more = [{**rows[1], "controller": name} for name in ("follower_stopper", "lane_advice", "pi_saturation")]
-    save_scores(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], evaluate.SHIELD_LOG, log)
+    save_scores(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], {}, evaluate.SHIELD_LOG, log)
     save_tracks(folder / "evaluation.tracks.npz", tracks, cfg.env.control_interval, 5)
     rows = [{**{name: 1.0 + epoch for name in VOCABULARY}, "phase": phase, "epoch": epoch, "env_steps": 9 * epoch}
             for phase in (1, 2, 3) for epoch in (1, 2, 3)]

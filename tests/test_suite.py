@@ -122,7 +122,7 @@ def test_scores_of_a_suite(tmp_path, scenarios):
     said, known = [], [row for row in rows if row["controller"] == "none"]
     again, _ = evaluate.evaluate_suite(cfg, ["random"], [7], {}, scenarios, lambda *text: said.append(text), known)
     assert again == rows and len(said) == 2  # only "random" was simulated again
-    save_scores(tmp_path / "r.json", evaluate.scenarios_of([cfg]), [7], rows, evaluate.SHIELD_LOG, log)
+    save_scores(tmp_path / "r.json", evaluate.scenarios_of([cfg]), [7], rows, {}, evaluate.SHIELD_LOG, log)
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["scenario"] == "corridor, ring"  # only that of the first variant was named
     assert set(result) == {"scenario", "sumo_version", "seeds", "episodes", "summary", "variants"}
