@@ -93,7 +93,8 @@ def doubts(rows, scenario):
 
 
 def save_scores(path, scenario, seeds, rows, pairs, columns, log):
-    """Results as JSON, with the `differences`, if any, as "paired"; beside it the rows as CSV and the shield's log, one line of
+    """Results as JSON, with the `differences`, if any, as "paired"; beside it the rows as CSV and the log of the shield,
+    one line of
     `columns` per override, as .shield.csv. Of a suite, "summary" is the mean over its variants and "variants" the
     summary of each."""
     path = Path(path)
