@@ -2,8 +2,6 @@
 
 Axis letters: L lanes (internal junction lanes included), E edges, J links of a lane, N vehicles.
 """
-from dataclasses import dataclass
-
 import numpy as np
 
 from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, upstream
@@ -12,84 +10,55 @@ from env.tails import hold_back, meeting_lanes, obstacles
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
 
 
-@dataclass
 class Road:
-    """lane_length [L] m, lane_edge [L], lane_number [L] from the right, lane_count [L] of its edge, edge_lanes
-    [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal edge it leads to; -1 = none),
-    coordinate [L]: network position of the lane's start, m, growing towards the exits; upstream_lane and upstream_m
-    [L, U]: lanes that lead here (-1 = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to
-    the same next edge, joins [E]: whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by:
-    env.tails.meeting_lanes, meets [L]: whether a lane is among them; crosses [L]: somebody may come from the side;
-    to_crossing [L]: way from the lane's end to the next such lane, m, inf beyond `reach`; forked [L]: several links
-    lead to the same next edge; closed [L]: not for cars, such as pavements; oncoming [L]: drivers overtake among the
-    oncoming traffic; driving_number [L]: lane_number without the closed ones to its right."""
-    lane_index: dict
-    edge_index: dict
-    lane_length: np.ndarray
-    lane_edge: np.ndarray
-    lane_number: np.ndarray
-    lane_count: np.ndarray
-    edge_lanes: np.ndarray
-    link_lane: np.ndarray
-    link_edge: np.ndarray
-    coordinate: np.ndarray
-    extent: float
-    upstream_lane: np.ndarray
-    upstream_m: np.ndarray
-    internal: np.ndarray
-    join_edge: np.ndarray
-    join_with: np.ndarray
-    joins: np.ndarray
-    beside: dict
-    met_by: dict
-    meets: np.ndarray
-    crosses: np.ndarray
-    to_crossing: np.ndarray
-    forked: np.ndarray
-    closed: np.ndarray
-    oncoming: np.ndarray
-    driving_number: np.ndarray
+    """lane_index, edge_index {id: number}; lane_length [L] m, lane_edge [L], lane_number [L] from the right, lane_count
+    [L] of its edge, edge_lanes [E, most lanes] (-1 = none), link_lane and link_edge [L, J] (next lane, and the normal
+    edge it leads to; -1 = none), internal [L]: inside a junction; coordinate [L]: network position of the lane's start,
+    m, growing towards the exits, extent: the exits', m; upstream_lane and upstream_m [L, U]: lanes that lead here (-1
+    = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to the same next edge, joins [E]:
+    whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by: env.tails.meeting_lanes, meets
+    [L]: whether a lane is among them; crosses [L]: somebody may come from the side; to_crossing [L]: way from the
+    lane's end to the next such lane, m, inf beyond `reach`; forked [L]: several links lead to the same next edge;
+    closed [L]: not for cars, such as pavements; oncoming [L]: drivers overtake among the oncoming traffic;
+    driving_number [L]: lane_number without the closed ones to its right."""
 
-    @classmethod
-    def from_lanes(cls, lanes, reach=600.0, crossing=(), closed=(), oncoming=()):
+    def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=()):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
         searched at most `reach` m upstream. `crossing`, `closed`, `oncoming`: ids (env.sumo.special_lanes)."""
-        index = {lane: i for i, (lane, _, _) in enumerate(lanes)}
-        edges = {}
-        for lane, _, _ in lanes:
+        names = [lane for lane, _, _ in lanes]
+        self.lane_index = index = {lane: i for i, lane in enumerate(names)}
+        self.edge_index = edges = {}
+        for lane in names:
             edges.setdefault(lane.rpartition("_")[0], len(edges))
-        edge_of = np.array([edges[lane.rpartition("_")[0]] for lane, _, _ in lanes])
-        number = np.array([int(lane.rpartition("_")[2]) for lane, _, _ in lanes])
-        edge_lanes = np.full((len(edges), number.max() + 1), -1)
+        self.lane_edge = edge_of = np.array([edges[lane.rpartition("_")[0]] for lane in names])
+        self.lane_number = number = np.array([int(lane.rpartition("_")[2]) for lane in names])
+        self.edge_lanes = edge_lanes = np.full((len(edges), number.max() + 1), -1)
         edge_lanes[edge_of, number] = np.arange(len(lanes))
+        self.lane_count = (edge_lanes[edge_of] >= 0).sum(1)
         width = max(1, max(len(links) for _, _, links in lanes))
-        link_lane, link_edge = np.full((len(lanes), width), -1), np.full((len(lanes), width), -1)
+        self.link_lane, self.link_edge = np.full((2, len(lanes), width), -1)
         for i, (lane, _, links) in enumerate(lanes):
             for j, (following, via) in enumerate(links_of(lane, links, index)):
-                link_lane[i, j] = index.get(via, index[following])
-                link_edge[i, j] = edges[following.rpartition("_")[0]]
-        length = np.array([length for _, length, _ in lanes], float)
-        internal = np.array([lane.startswith(":") for lane, _, _ in lanes])
-        remaining = distance_to_exit(length, link_lane, edge_of)
-        extent = max(float(remaining.max()), 1.0)
-        upstream_lane, upstream_m = upstream(length, link_lane, reach)
-        join_edge, join_with = joining_edges(link_edge, edge_of, internal)
-        joins = np.isin(np.arange(len(edges)), join_edge)
-        met_by = meeting_lanes(internal, link_lane)
-        closed, crosses, oncoming = (np.isin(list(index), list(names)) for names in (closed, crossing, oncoming))
-        beside = {side: lane_beside(edge_lanes, edge_of, number + side, internal | closed, closed) for side in (1, -1)}
-        to_crossing, before = np.full(len(lanes), np.inf), upstream_lane[crosses]
-        np.minimum.at(to_crossing, before, np.where(before >= 0, upstream_m[crosses], np.inf))
-        shut = closed[edge_lanes] & (edge_lanes >= 0)
-        right = (shut.cumsum(1) - shut)[edge_of, number]
-        return cls(lane_index=index, edge_index=edges, lane_length=length, lane_edge=edge_of, lane_number=number,
-                   lane_count=(edge_lanes[edge_of] >= 0).sum(1), edge_lanes=edge_lanes, link_lane=link_lane,
-                   link_edge=link_edge, coordinate=extent - remaining, extent=extent, upstream_lane=upstream_lane,
-                   upstream_m=upstream_m, internal=internal, join_edge=join_edge, join_with=join_with,
-                   joins=joins, beside=beside, met_by=met_by, meets=np.isin(np.arange(len(lanes)), list(met_by)),
-                   crosses=crosses, to_crossing=to_crossing,
-                   forked=forked_lanes(link_edge), closed=closed, oncoming=oncoming,
-                   driving_number=number - right)
+                self.link_lane[i, j] = index.get(via, index[following])
+                self.link_edge[i, j] = edges[following.rpartition("_")[0]]
+        self.forked = forked_lanes(self.link_edge)
+        self.lane_length = np.array([length for _, length, _ in lanes], float)
+        self.internal = np.array([lane.startswith(":") for lane in names])
+        remaining = distance_to_exit(self.lane_length, self.link_lane, edge_of)
+        self.extent = max(float(remaining.max()), 1.0)
+        self.coordinate = self.extent - remaining
+        self.upstream_lane, self.upstream_m = upstream(self.lane_length, self.link_lane, reach)
+        self.join_edge, self.join_with = joining_edges(self.link_edge, edge_of, self.internal)
+        self.joins = np.isin(np.arange(len(edges)), self.join_edge)
+        self.met_by = meeting_lanes(self.internal, self.link_lane)
+        self.meets = np.isin(np.arange(len(lanes)), list(self.met_by))
+        self.closed, self.crosses, self.oncoming = (np.isin(names, list(ids)) for ids in (closed, crossing, oncoming))
+        self.beside = {side: lane_beside(edge_lanes, edge_of, number + side, self.internal | self.closed, self.closed)
+                       for side in (1, -1)}
+        self.to_crossing, before = np.full(len(lanes), np.inf), self.upstream_lane[self.crosses]
+        np.minimum.at(self.to_crossing, before, np.where(before >= 0, self.upstream_m[self.crosses], np.inf))
+        shut = self.closed[edge_lanes] & (edge_lanes >= 0)
+        self.driving_number = number - (shut.cumsum(1) - shut)[edge_of, number]
 
     def has_lane(self, lane, number):
         """Whether the edge of a lane has one with this number, open to cars."""

@@ -197,7 +197,7 @@ class Sumo:
         return self._ask(lambda: self.client.simulation.getTime())
 
     def road_lanes(self):
-        """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road.from_lanes`."""
+        """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road`."""
         return self._ask(lambda: [
             (i, self.client.lane.getLength(i), [(link[0], link[4]) for link in self.client.lane.getLinks(i)])
             for i in self.client.lane.getIDList()])

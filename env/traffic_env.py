@@ -117,8 +117,8 @@ class TrafficEnv(gymnasium.Env):
         else:
             self.simulator.load(self.arguments(self.seed))
         if self.scenario not in self.roads:
-            self.roads[self.scenario] = Road.from_lanes(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50,
-                                                        **self.simulator.special_lanes())
+            self.roads[self.scenario] = Road(self.simulator.road_lanes(), self.cfg.graph.lookahead_m + 50,
+                                             **self.simulator.special_lanes())
         self.road = self.roads[self.scenario]
         self.lane_km = max(self.road.lane_length.sum() / 1000, 0.1)
         self.lane_named = {name.encode(): index for name, index in self.road.lane_index.items()}

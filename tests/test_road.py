@@ -32,7 +32,7 @@ class Scene:
     """Vehicles [(lane, pos, speed, length, route, place in the route)] and the Traffic that product code builds."""
 
     def __init__(self, vehicles, lookahead=200.0, lanes=LANES, routes=ROUTES, came=None):
-        self.vehicles, self.routes, self.road, self.lookahead = vehicles, routes, Road.from_lanes(lanes), lookahead
+        self.vehicles, self.routes, self.road, self.lookahead = vehicles, routes, Road(lanes), lookahead
         flat, start = [-1, -1], []
         for route in routes:
             start.append(len(flat))
@@ -97,7 +97,7 @@ def naive_behind(scene, i, lane):
 # ---- static facts ----------------------------------------------------------------------------------------------
 
 def test_links_follow_junction_lanes_and_diverge():
-    road = Road.from_lanes(LANES)
+    road = Road(LANES)
     name = {index: lane for lane, index in road.lane_index.items()}
     edges = {index: e for e, index in road.edge_index.items()}
     links = {lane: {(name[n], edges[e]) for n, e in zip(road.link_lane[i], road.link_edge[i]) if n >= 0}
@@ -110,7 +110,7 @@ def test_links_follow_junction_lanes_and_diverge():
 
 
 def test_coordinate_is_the_distance_to_the_nearest_exit():
-    road = Road.from_lanes(LANES)
+    road = Road(LANES)
     # Metres to the exit: d 120, b 80 + 4 + 120 (its ending lane by moving right), a by c (100 + 8 + 60), m 50 + 6 + b.
     remaining = {"d_0": 120, "b_0": 204, "b_1": 204, "c_0": 60, "a_0": 168, "a_1": 168, "m_0": 260, ":J_2_0": 210}
     assert road.extent == 260
@@ -119,7 +119,7 @@ def test_coordinate_is_the_distance_to_the_nearest_exit():
 
 
 def test_neighbour_lanes():
-    road = Road.from_lanes(LANES)
+    road = Road(LANES)
     lanes = np.arange(len(LANES))
     name = [lane for lane, _, _ in LANES] + ["none"]
     left = dict(zip(name, (name[i] for i in road.neighbour_lane(lanes, 1))))
@@ -131,7 +131,7 @@ def test_neighbour_lanes():
 
 
 def test_crossings_are_near_from_where_one_may_not_stop_any_more():
-    road = Road.from_lanes(LANES, crossing=[":J_1_0"])
+    road = Road(LANES, crossing=[":J_1_0"])
     scene = np.zeros(5, graph.SCENE)
     lane = np.array([road.lane_index[name] for name in (":J_1_0", "a_1", "a_1", "a_0", "d_0")])
     scene["speed"], scene["lane_end"] = 18.0, [3, 18 ** 2 / 9 + 36 + 4.9, 18 ** 2 / 9 + 36 + 5.1, 1, 1]
@@ -140,7 +140,7 @@ def test_crossings_are_near_from_where_one_may_not_stop_any_more():
 
 def test_crossings_behind_short_lanes_are_near_too():
     """Only those at the end of the own lane were: an ICV came through a short turning lane at full speed, unchecked."""
-    road = Road.from_lanes(LANES, crossing=[":K_0_0"])
+    road = Road(LANES, crossing=[":K_0_0"])
     way = {name: road.to_crossing[road.lane_index[name]] for name in ("b_0", ":J_0_0", "a_0", "m_0", "a_1", "d_0")}
     assert way == {"b_0": 0, ":J_0_0": 80, "a_0": 85, "m_0": 86, "a_1": np.inf, "d_0": np.inf}
     scene = np.zeros(2, graph.SCENE)
@@ -156,7 +156,7 @@ def ring(quarters=4, metres=50, gap=1):
 
 
 def test_coordinate_of_a_closed_network_grows_around_the_ring_with_one_cut():
-    road = Road.from_lanes(ring())
+    road = Road(ring())
     assert road.extent == pytest.approx(4 * 51)
     place, jumps = 0, []
     for _ in range(8):

@@ -140,7 +140,7 @@ def test_leaders_agree_with_sumo(start, corridor):
     they change, and leaders at the very end of the look-ahead.
     """
     simulator = start(arguments(corridor))
-    network, routes, begin, agree, total = Road.from_lanes(simulator.road_lanes()), [-1, -1], {}, 0, 0
+    network, routes, begin, agree, total = Road(simulator.road_lanes()), [-1, -1], {}, 0, 0
     leader_of, route_of = simulator.client.vehicle.getLeader, simulator.client.vehicle.getRoute
     for now in range(60, 500, 55):
         simulator.step(float(now))

@@ -30,13 +30,13 @@ def test_pavements_lead_nowhere():
     assert links_of(":J_w0_0", [("b_0", "")], known) == links_of(":J_c1_0", [(":J_w0_0", "")], known) == []
     lanes = [("e_0", 500, [(":X_w0_0", "")]), ("-e_0", 500, [(":Y_w0_0", "")]),
              (":X_w0_0", 2, [("-e_0", "")]), (":Y_w0_0", 2, [("e_0", "")])]
-    assert Road.from_lanes(lanes).extent == 500
+    assert Road(lanes).extent == 500
 
 
 def test_pavements_are_no_lanes_to_change_to():
     """A car on a one-lane road was told to change to the pavement, every second, and it was charged."""
     lanes = [("e_0", 100, []), ("e_1", 100, []), ("e_2", 100, []), ("f_0", 100, []), ("f_1", 100, [])]
-    road = Road.from_lanes(lanes, closed=["e_0", "f_0"])
+    road = Road(lanes, closed=["e_0", "f_0"])
     assert road.driving_number.tolist() == [0, 0, 1, 0, 0] and road.lane_number.tolist() == [0, 1, 2, 0, 1]
     assert road.neighbour_lane(np.arange(5), -1).tolist() == [-1, -1, 1, -1, -1]
     assert road.neighbour_lane(np.arange(5), 1).tolist() == [-1, 2, -1, -1, -1]
@@ -61,7 +61,7 @@ def stand(road, slots, interval=1.0, shield=True):
 @pytest.mark.parametrize("number, way, may", [(0, 70, False), (0, 90, True), (1, 5, True)])
 def test_no_order_to_a_lane_that_ends_before_one_could_stop(number, way, may):
     """At 10 m/s an order of 4.5 s lasts 45 m, and to stop takes 36 m more. Lane 1 leads on to the route's next edge."""
-    road = Road.from_lanes([("a_0", 100, []), ("a_1", 100, [("b_0", "")]), ("b_0", 50, [])])
+    road = Road([("a_0", 100, []), ("a_1", 100, [("b_0", "")]), ("b_0", 50, [])])
     orders = stand(road, 1)
     by_slot = np.array([road.lane_index["a_1"]]), np.array([way]), np.array([10.0])
     assert orders.give(0, number, road.edge_index["b"], *by_slot, now=0.0) == may
@@ -72,7 +72,7 @@ def test_no_order_to_a_lane_that_ends_before_one_could_stop(number, way, may):
 def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
     """Both came there at once, one behind the other, and the one behind had been told to accelerate: SUMO counted a
     collision in 230,000 vehicle-steps of the adversary "erratic"."""
-    road = Road.from_lanes([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
+    road = Road([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
     lane, way, speed = np.array([0, 2, 2, 0]), np.array([50.0, 40.0, 20.0, 45.0]), np.zeros(4)
 
     def give(slot, now):
@@ -93,7 +93,7 @@ def test_of_two_abreast_only_one_is_ordered_to_the_lane_between():
 def test_an_order_that_stands_is_not_given_again(interval, again):
     """It was sent, and counted in C_int, in every second until the driver had found a gap. Between two orders none is
     missing: it is told again before it ends."""
-    road = Road.from_lanes([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
+    road = Road([(f"a_{i}", 100, []) for i in range(3)] + [("b_0", 100, [])])
     by_slot = np.array([0, 1]), np.array([50.0, 50.0]), np.zeros(2)
     for shield in (True, False):
         orders = stand(road, 2, interval, shield)
