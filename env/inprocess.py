@@ -7,9 +7,8 @@ import weakref
 
 import numpy as np
 
-from env.lanes import special_lanes
 from env.launch import SumoError, explained, sumo_home
-from env.sumo import COUNTERS, habits
+from env.sumo import COUNTERS, Questions
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
 RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
@@ -19,7 +18,7 @@ GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel
            "length": "getLength", "route_index": "getRouteIndex"}
 
 
-class LibSumo:
+class LibSumo(Questions):
     """The simulation of this process. `arguments`: SUMO's command line without the binary (`-c file ...`)."""
 
     def __init__(self, arguments):
@@ -28,9 +27,9 @@ class LibSumo:
             raise SumoError("libsumo holds one simulation per process and has one already: "
                             "env.backend=traci runs several")
         self.alive, self._end = True, weakref.finalize(self, self.client.close)  # also when nobody closes it
-        self._call(self.client.start, ["sumo", *arguments])
+        self._ask(self.client.start, ["sumo", *arguments])
 
-    def _call(self, function, *arguments):
+    def _ask(self, function, *arguments):
         try:
             return function(*arguments)
         except (self.client.TraCIException, self.client.FatalTraCIError, RuntimeError) as error:
@@ -39,7 +38,7 @@ class LibSumo:
 
     def load(self, arguments):
         """Start another episode."""
-        self._call(self.client.load, list(arguments))
+        self._ask(self.client.load, list(arguments))
 
     def close(self):
         """End the simulation; safe to call twice."""
@@ -54,7 +53,7 @@ class LibSumo:
                 self._send(command)
             except self.client.TraCIException:
                 pass
-        self._call(self.client.simulationStep, until)
+        self._ask(self.client.simulationStep, until)
 
     def _send(self, command):
         vehicle, name = self.client.vehicle, command.vehicle.decode()
@@ -90,27 +89,6 @@ class LibSumo:
             return _encode(self.client.vehicle.getRoute(name))
         except self.client.TraCIException:
             return []
-
-    def habits(self, name):
-        """See env.sumo.Sumo.habits."""
-        return habits(self.client.vehicle, name.decode())
-
-    def time(self):
-        """Simulated time, s."""
-        return self.client.simulation.getTime()
-
-    def road_lanes(self):
-        """See env.sumo.Sumo.road_lanes."""
-        lane = self.client.lane
-        return [(i, lane.getLength(i), [(link[0], link[4]) for link in lane.getLinks(i)]) for i in lane.getIDList()]
-
-    def special_lanes(self):
-        """See env.sumo.Sumo.special_lanes."""
-        return special_lanes(self.client)
-
-    def lane_shapes(self):
-        """See env.sumo.Sumo.lane_shapes."""
-        return [self.client.lane.getShape(i) for i in self.client.lane.getIDList()]
 
 
 def _encode(names):

@@ -29,7 +29,39 @@ class SumoTimeout(SumoError):
     """SUMO did not answer within the deadline."""
 
 
-class Sumo:
+class Questions:
+    """What is rarely asked, with the stock client `self.client` or libsumo; `_ask(question)` reports its failures."""
+
+    def habits(self, name):
+        """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
+        at standstill, m; its time headway, s."""
+        return self._ask(self._habits, name.decode())
+
+    def _habits(self, name):
+        vehicle = self.client.vehicle
+        return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
+                vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name))
+
+    def time(self):
+        """Simulated time, s."""
+        return self._ask(lambda: self.client.simulation.getTime())
+
+    def road_lanes(self):
+        """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road`."""
+        return self._ask(lambda: [
+            (i, self.client.lane.getLength(i), [(link[0], link[4]) for link in self.client.lane.getLinks(i)])
+            for i in self.client.lane.getIDList()])
+
+    def special_lanes(self):
+        """See env.lanes."""
+        return self._ask(lambda: special_lanes(self.client))
+
+    def lane_shapes(self):
+        """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
+        return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
+
+
+class Sumo(Questions):
     """One SUMO process. `arguments`: SUMO's command line without the binary (`-c file ...`)."""
     binary = "sumo"
 
@@ -181,41 +213,12 @@ class Sumo:
             routes.append(edges or [])
         return routes
 
-    def habits(self, name):
-        """What the function below says of a vehicle (bytes)."""
-        return self._ask(lambda: habits(self.client.vehicle, name.decode()))
-
-    def _ask(self, question):
-        """What `question()` finds out with the stock client; SumoError when SUMO dies meanwhile."""
+    def _ask(self, question, *arguments):
+        """What `question(*arguments)` finds out with the stock client; SumoError when SUMO dies meanwhile."""
         try:
-            return question()
+            return question(*arguments)
         except (TraCIException, FatalTraCIError, OSError, AttributeError) as error:
             raise self._failure(f"connection to SUMO lost: {error}") from None
-
-    def time(self):
-        """Simulated time, s."""
-        return self._ask(lambda: self.client.simulation.getTime())
-
-    def road_lanes(self):
-        """[(lane id, length m, [(next lane, internal lane)])] of the whole network, for `Road`."""
-        return self._ask(lambda: [
-            (i, self.client.lane.getLength(i), [(link[0], link[4]) for link in self.client.lane.getLinks(i)])
-            for i in self.client.lane.getIDList()])
-
-    def special_lanes(self):
-        """See env.lanes."""
-        return self._ask(lambda: special_lanes(self.client))
-
-    def lane_shapes(self):
-        """Points (x, y) m of each lane's middle, in the order of `road_lanes`."""
-        return self._ask(lambda: [self.client.lane.getShape(i) for i in self.client.lane.getIDList()])
-
-
-def habits(vehicle, name):
-    """Of a vehicle (`vehicle`: that domain of a client): whether it has a stop ahead, whether blue lights; how often
-    its driver acts, s; its gap at standstill, m; its time headway, s."""
-    return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
-            vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name))
 
 
 def episode_arguments(scenario, seed, env_cfg):
