@@ -1,7 +1,7 @@
 """The command line that all scripts share: --config FILE and section.key=value."""
 import argparse
 
-from configs.loader import ConfigError, load_config
+from configs.loader import load_config
 
 
 def parse(doc, arguments=None, add=None, load=True):
@@ -15,13 +15,7 @@ def parse(doc, arguments=None, add=None, load=True):
     if add:
         add(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the configuration")
-    options, rest = parser.parse_known_args(arguments)
-    strange = [text for text in rest if text.startswith("-")]
-    if strange:
-        parser.error(f"unknown option {strange[0]}")
-    options.overrides += rest  # overrides may stand between options
-    if any("=" not in text for text in options.overrides):
-        raise ConfigError(f"command line: {options.overrides!r}: expected section.key=value")
+    options = parser.parse_intermixed_args(arguments)  # overrides may stand between options
     options.config_file = options.config
     options.config = load_config(options.config_file, options.overrides) if load else None
     return options
@@ -34,6 +28,3 @@ class Once(argparse.Action):
         if getattr(namespace, self.dest) is not None:
             parser.error(f"{option_string} {values}: there is one already; run the command once for each")
         setattr(namespace, self.dest, values)
-
-
-__all__ = ["parse", "Once", "ConfigError"]

@@ -2,6 +2,7 @@
 
 A YAML file names another one with `base:` and holds only the differences. Command lines add `section.key=value`.
 """
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -186,26 +187,13 @@ def _cast(value, kind):
         if not isinstance(value, list):
             raise ValueError(_name(kind))
         return [_cast(v, typing.get_args(kind)[0]) for v in value]
-    if kind is float and not isinstance(value, bool):
-        try:  # PyYAML reads 3e-4 as a string
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError("a number") from None
-        if math.isfinite(number):
-            return number
-    elif kind is int and not isinstance(value, bool):
-        if isinstance(value, str):
-            try:
-                value = float(value)
-            except ValueError:
-                raise ValueError("a whole number") from None
-        if isinstance(value, (int, float)) and abs(value) < 2 ** 31 and int(value) == value:
-            return int(value)
-    elif kind is str and isinstance(value, str):
-        if value.isprintable():  # no file system takes a zero byte or half a surrogate
-            return value
-    elif kind is bool and isinstance(value, bool):
-        return value
+    if kind in (int, float) and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)  # PyYAML reads 3e-4 as a string
+            if math.isfinite(number) and (kind is float or number.is_integer() and abs(number) < 2 ** 31):
+                return kind(number)
+    elif kind in (str, bool) and isinstance(value, kind) and (kind is bool or value.isprintable()):
+        return value  # no file system takes a zero byte or half a surrogate
     raise ValueError(_name(kind))
 
 

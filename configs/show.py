@@ -3,11 +3,11 @@
     python -m configs.show --config configs/quick.yaml
     python -m configs.show --config configs/quick.yaml phase1 rollout.num_workers phase1.lr=1e-3
 """
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
 
+from configs.command_line import parse
 from configs.console import exit_code
 from configs.loader import ConfigError, layers, load_config, override_tree
 from configs.options import leaves
@@ -40,13 +40,10 @@ def show(path, overrides, wanted=()):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/default.yaml", help="YAML file (default: %(default)s)")
-    parser.add_argument("words", nargs="*", metavar="section.key=value | section | section.key")
-    options = parser.parse_intermixed_args(arguments)
-    changes = [word for word in options.words if "=" in word]
-    wanted = [word for word in options.words if word not in changes]
-    print("\n".join(show(options.config, changes, wanted)))
+    options = parse(__doc__, arguments, load=False)
+    changes = [word for word in options.overrides if "=" in word]
+    wanted = [word for word in options.overrides if word not in changes]
+    print("\n".join(show(options.config_file, changes, wanted)))
 
 
 if __name__ == "__main__":

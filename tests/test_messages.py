@@ -140,8 +140,6 @@ def too_few(recorded, *overrides):
 # (fragment of the message's source, what triggers it: function of t = a folder, m = monkeypatch, r = a data set; words
 # that the message must hold)
 CASES = [
-    ("expected section.key=value", lambda t, m, r: parse("", ["phase1.lr"]),
-     ["phase1.lr", "expected section.key=value"]),
     ("leads back to this file", lambda t, m, r: yaml_file(t, "base: my.yaml"),
      ["my.yaml", "base", "must name no base"]),
     ("cannot read the configuration", lambda t, m, r: load_config(t / "no.yaml"), ["no.yaml", "No such", "quick.yaml"]),
