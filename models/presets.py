@@ -1,31 +1,17 @@
 """Sizes of all parts for the two presets, and the small building blocks they share."""
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """gnn_* risk GNN, lstm_* world model's memory, latent: flow and risk latent each, *_hidden: width of MLPs."""
-    gnn_width: int
-    gnn_heads: int
-    gnn_layers: int
-    edge_width: int
-    lstm_width: int
-    lstm_layers: int
-    latent: int
-    decoder_hidden: int
-    score_hidden: int
-    action_hidden: int
-    value_hidden: int
-    risk_hidden: int
-
-
+# gnn_* risk GNN, lstm_* world model's memory, latent: flow and risk latent each, *_hidden: width of MLPs.
 PRESETS = {
-    "small": Sizes(64, 4, 3, 32, 96, 1, 32, 96, 64, 96, 96, 64),
-    "full": Sizes(256, 8, 3, 64, 512, 2, 256, 768, 512, 512, 512, 800),
-}
+    "small": SimpleNamespace(
+        gnn_width=64, gnn_heads=4, gnn_layers=3, edge_width=32, lstm_width=96, lstm_layers=1, latent=32,
+        decoder_hidden=96, score_hidden=64, action_hidden=96, value_hidden=96, risk_hidden=64),
+    "full": SimpleNamespace(
+        gnn_width=256, gnn_heads=8, gnn_layers=3, edge_width=64, lstm_width=512, lstm_layers=2, latent=256,
+        decoder_hidden=768, score_hidden=512, action_hidden=512, value_hidden=512, risk_hidden=800)}
 # Parameters of each part at full size, in millions (SPEC's table).
 FULL_RANGES = {"risk_gnn": (2, 3), "world_model": (5, 8), "controller": (3, 5), "safety_shield": (1, 2),
                "total": (11, 18)}

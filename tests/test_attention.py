@@ -1,7 +1,7 @@
 """models/risk_gnn.py: dense and gathered attention, the danger bias, isolated vehicles and empty scenes."""
 import copy
 import itertools
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_isolated_vehicles_and_empty_scenes_give_no_nan(small, case, gather_abov
 def test_embeddings_listen_to_neighbours_only():
     """With one layer the gradient of one embedding reaches exactly the vehicles in reach."""
     torch.manual_seed(0)
-    gnn = RiskGNN(replace(SMALL, gnn_layers=1))
+    gnn = RiskGNN(SimpleNamespace(**{**vars(SMALL), "gnn_layers": 1}))
     nodes = torch.rand(1, 5, NODE_FEATURES, requires_grad=True)
     neighbours = torch.tensor([[[1, -1], [2, -1], [0, 3], [-1, -1], [0, 1]]])
     surround, mask = torch.rand(1, 5, SURROUND_FEATURES), torch.ones(1, 5, dtype=torch.bool)

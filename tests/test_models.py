@@ -1,7 +1,7 @@
 """models/: sizes, padding and order of the vehicles, numeric range, the world model."""
 import copy
 import math
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -228,7 +228,7 @@ def tracks(model, steps=6, vehicles=5):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_steps_equal_the_sequence(layers):
-    model = WorldModel(replace(SMALL, lstm_layers=layers))
+    model = WorldModel(SimpleNamespace(**{**vars(SMALL), "lstm_layers": layers}))
     embedding, fresh, state = tracks(model)
     memory = model.sequence(embedding, state, fresh)
     for t in range(embedding.shape[1]):
