@@ -25,7 +25,7 @@ import torch
 from benchmarks.arguments import at_least, some_of, writable
 from benchmarks.fuzz_inputs import KINDS, PAYLOAD, SMOKE
 from benchmarks.report import finish
-from data.layout import file_hash
+from configs.files import file_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120  # s

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.fuzz_yaml import configuration
-from data.layout import file_hash
+from configs.files import file_hash
 
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "data.samples=16"]
 PREPROCESS, CHECK = ["data.preprocess", *SMOKE], ["data.check", *SMOKE]

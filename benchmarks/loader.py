@@ -31,12 +31,12 @@ from torch.utils.data import Dataset, default_collate
 from benchmarks.arguments import at_least, writable
 from benchmarks.report import finish
 from configs import Config
-from configs.files import write_whole
+from configs.files import file_hash, write_whole
 from configs.phases import LoaderConfig
 from data.augment import AugmentedDataset
 from data.dataset import BlockSampler, ChunkedDataset
 from data.loading import make_loader
-from data.layout import FEATURES, GRAPH, VERSION, Shape, file_hash, write_array
+from data.layout import FEATURES, GRAPH, VERSION, Shape, write_array
 from data.storage import encode, value_ranges
 
 BATCH, BATCHES, PER_CHUNK, LIMIT_MB = 32, 40, 50, 300

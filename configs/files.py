@@ -1,6 +1,7 @@
-"""Text files that are whole or not there at all, and what is said when the disk is full."""
+"""Files that are whole or not there at all, what is said when the disk is full, and checksums."""
 import contextlib
 import errno
+import hashlib
 import os
 from pathlib import Path
 
@@ -34,3 +35,9 @@ def write_whole(path, text):
     """Write a text file, whole or not at all; WriteError when that fails."""
     with whole(path) as file:
         file.write(text.encode("utf-8", "surrogateescape"))
+
+
+def file_hash(path):
+    """SHA-256 of a file, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

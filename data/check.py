@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, console
-from data.layout import DataError, Shape, chunk_offset, file_hash, read_description, read_json
+from configs.files import file_hash
+from data.layout import DataError, Shape, chunk_offset, read_description, read_json
 from data.records import not_finite, parse
 
 SHOWN = 100  # findings printed at most

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from configs import ConfigError, WriteError, console
-from configs.files import write_whole
-from data.layout import DataError, file_hash, only_writer, read_json
+from configs.files import file_hash, write_whole
+from data.layout import DataError, only_writer, read_json
 from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent, without_main

@@ -9,7 +9,6 @@ neighbours (padded). Any T + H frames in a row are a window to train on: they li
 """
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import time
@@ -88,12 +87,6 @@ def read_json(path, what):
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: damaged or half written, not {what}: {error}; remove it and run the step that "
                         "wrote it again") from None
-
-
-def file_hash(path):
-    """SHA-256 of a file, hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

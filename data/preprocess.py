@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, WriteError, console
-from configs.files import write_whole
-from data.layout import FEATURES, VERSION, DataError, Shape, file_hash, only_writer, read_json, write_array
+from configs.files import file_hash, write_whole
+from data.layout import FEATURES, VERSION, DataError, Shape, only_writer, read_json, write_array
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed

@@ -7,8 +7,8 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from configs.files import write_whole
-from data.layout import VERSION, DataError, file_hash, read_json
+from configs.files import file_hash, write_whole
+from data.layout import VERSION, DataError, read_json
 from env.scenarios import options_of, path_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.

@@ -5,7 +5,6 @@
 A step is written under a temporary name, flushed to disk, and renamed; only then `latest` moves and old ones go.
 """
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from configs.files import WriteError, write_whole
+from configs.files import WriteError, file_hash, whole, write_whole
 
 FORMAT = 1
 
@@ -43,10 +42,9 @@ def save(folder, step, state, keep_last=3, best=False):
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir(parents=True)
-        with open(work / "state.pt", "wb") as file:
+        with whole(work / "state.pt") as file:
             torch.save(state, file)
-            _flush(file)
-        facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": _hash(work / "state.pt")}
+        facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": file_hash(work / "state.pt")}
         manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
         write_whole(work / "manifest.json", json.dumps(manifest, indent=1))
         if final.exists():  # the same step again, after a resume: never two halves under one name
@@ -105,7 +103,7 @@ def load_step(step, device="cpu"):
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}: written by another version "
                               "of this program")
-    if not path.exists() or path.stat().st_size != size or _hash(path) != digest:
+    if not path.exists() or path.stat().st_size != size or file_hash(path) != digest:
         raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest; take another step folder")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
@@ -212,16 +210,6 @@ def _prune(folder, keep_last, newest):
         _told.add(folder)
         print(f"{folder}: the last {keep_last} checkpoints and the best are kept, older ones removed from now on",
               flush=True)
-
-
-def _hash(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(file):
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _sync_folder(folder):

@@ -8,12 +8,12 @@
 `along` is the way from the start of the main road, m, NaN for vehicles on other roads. The main road is the route on
 whose edges most vehicles were seen in all episodes of the file.
 """
-import os
 import zlib
-from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
+
+from configs.files import whole
 
 COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
            "speed": np.float16, "gap": np.float16, "icv": np.bool_, "commanded": np.bool_}
@@ -90,13 +90,8 @@ def save_tracks(path, episodes, interval, seed):
         for name, kind in COLUMNS.items():
             out[f"{controller}/{name}"] = (values[name] if name in values else tracks.column(name)).astype(kind)
         out[f"{controller}/influence"] = np.array(tracks.influence, np.float16)
-    half = Path(f"{path}.part")
-    try:
-        with open(half, "wb") as file:
-            np.savez_compressed(file, **out)
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+    with whole(path) as file:
+        np.savez_compressed(file, **out)
 
 
 def load_tracks(path):

@@ -4,8 +4,8 @@ import json
 import numpy as np
 
 from configs import load_config
-from configs.files import write_whole
-from data.layout import FEATURES, VERSION, Shape, file_hash, write_array
+from configs.files import file_hash, write_whole
+from data.layout import FEATURES, VERSION, Shape, write_array
 
 SAMPLES = 30  # of 4 episodes: 8, 8, 8 and 6 samples, in raw chunks of 5, 3, 5, 3, 5, 3, 5 and 1
 

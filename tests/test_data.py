@@ -12,9 +12,10 @@ import torch
 from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 
 from configs import load_config
+from configs.files import file_hash
 from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, collect_episode, content_hash,
                           cut_regions, episode_plan)
-from data.layout import DataError, Shape, file_hash, read_json
+from data.layout import DataError, Shape, read_json
 from data.location import open_data
 from data.preprocess import preprocess
 from data.settings import raw_settings

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from data_sets import graphs
 
-from configs.files import write_whole
+from configs.files import file_hash, write_whole
 from data.check import check, main
-from data.layout import FEATURES, file_hash
+from data.layout import FEATURES
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,10 +11,10 @@ import torch
 from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 
 import data.preprocess as preprocessing
-from configs.files import write_whole
+from configs.files import file_hash, write_whole
 from data.collect import FIELDS, collect, content_hash
 from data.dataset import ChunkedDataset
-from data.layout import DataError, Shape, file_hash, read_json
+from data.layout import DataError, Shape, read_json
 from data.preprocess import preprocess
 from data.storage import features
 
