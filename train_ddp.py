@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from configs import ConfigError, WriteError, console
 from configs.command_line import parse
@@ -33,7 +32,7 @@ from data.settings import processed_folder
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models import objectives, risk_gnn
-from models.losses import ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
+from models.losses import ERRORS, ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
 from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
 from runtime.checkpoint import CheckpointError, SaveError
@@ -163,25 +162,20 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
 
 def validate(cfg, team, module, held_out, stage):
     """Held-out losses and errors against "constant velocity"; every rank takes its share of the samples."""
-    inner, sums, bad = getattr(module, "module", module), torch.zeros(13, dtype=torch.float64), []
+    inner, names, bad = getattr(module, "module", module), ERRORS[:6] if stage == 1 else ERRORS, []
+    sums = torch.zeros(len(names), 2, dtype=torch.float64)
     for begin in range(team.rank * 32, len(held_out), team.world * 32):
         samples = held_out.__getitems__(range(begin, min(begin + 32, len(held_out))))
         bad += bad_rows(held_out, samples)
         batch = prepare(to_device(samples, team.device), cfg.data.future)
         with torch.no_grad():
             loss, out = inner(batch, 1.0)
-        sums += prediction_errors(out, batch, cfg.env.control_interval, loss, stage).cpu()
-    *s, anywhere = team.all_sum([*sums.tolist(), len(bad)])
+        sums += prediction_errors(out, batch, cfg.env.control_interval, loss, stage)
+    *sums, anywhere = team.all_sum([*sums.flatten().tolist(), len(bad)])
     if anywhere:
         leave_out(cfg, team, bad)
-    root = lambda total, n: (total / max(n, 1)) ** 0.5  # noqa: E731
-    facts = {"loss_held_out": s[0] / max(s[1], 1), "rmse_position": root(s[2], s[6]), "rmse_speed": root(s[3], s[6]),
-             "rmse_position_cv": root(s[4], s[6]), "rmse_speed_cv": root(s[5], s[6]),
-             "conflict_rate": s[10] / max(s[1], 1)}
-    if stage == 2:
-        facts.update(rmse_position_h=root(s[7], s[9]), rmse_position_h_cv=root(s[8], s[9]),
-                     loss_conflict=s[11] / max(s[12], 1))
-    return facts
+    return {name: (total / max(count, 1)) ** (0.5 if name.startswith("rmse") else 1)
+            for name, total, count in zip(names, sums[::2], sums[1::2])}
 
 
 def leave_out(cfg, team, bad):
@@ -288,7 +282,7 @@ def make_sequences(cfg, team, batch, multiplier):
 
 def learn_constrained(cfg, team, progress, module, sequences, precision):
     """Several passes over the epoch's sequences; returns the means for the log."""
-    p, c, window, logs = cfg.phase3, progress.counters, [], []
+    p, c, logs = cfg.phase3, progress.counters, []
     rescale_values(progress.model.controller, team, sequences)
     stream = StreamingDataset(sequences, min(p.batch_size, len(sequences["before"])), p.passes,
                               cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
@@ -296,18 +290,16 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
         raise ConfigError(f"phase3: {stream.count} sequences x {p.passes} passes do not fill one optimiser step of "
                           f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}; "
                           "lower one of them or raise phase3.fragment_length")
-    for batch in DataLoader(stream, batch_size=None):
-        window.append({name: value.float() if value.dtype == torch.float16 else value
-                       for name, value in to_device(batch, team.device).items()})
-        if len(window) < p.accumulation:
-            continue
+    for batches in windows(stream, p.accumulation, drop_last=True):
+        window = [{name: value.float() if value.dtype == torch.float16 else value
+                   for name, value in to_device(batch, team.device).items()} for batch in batches]
         set_learning_rate(progress.optimizer, learning_rate(c["updates"], 10 ** 9, p.lr, p.warmup_steps))
         own = [sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))]
         share = [max(n, 1) / team.world for n in team.all_sum(own)]
         micro_batches = split([(w, share) for w in window], cfg.memory.split)
         log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
         logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        c["updates"], window = c["updates"] + (not skipped), []
+        c["updates"] += not skipped
     return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}
 
 

@@ -1,4 +1,5 @@
 """Batches for a training loop: a DataLoader over chunks (phase 1), and sequences fresh from the simulator (phase 3)."""
+import itertools
 import os
 
 import numpy as np
@@ -31,14 +32,10 @@ class StreamingDataset(IterableDataset):
 
 def windows(batches, size, drop_last):
     """Lists of `size` batches, one for each optimiser step; the last one may be shorter unless `drop_last`."""
-    window = []
-    for batch in batches:
-        window.append(batch)
-        if len(window) == size:
+    batches = iter(batches)
+    while window := list(itertools.islice(batches, size)):
+        if len(window) == size or not drop_last:
             yield window
-            window = []
-    if window and not drop_last:
-        yield window
 
 
 def make_loader(dataset, sampler, options, pin_memory):

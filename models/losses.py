@@ -14,6 +14,10 @@ from models.controller import plackett_luce
 from models.imitation import with_runners_up
 from models.risk_gnn import INPUTS
 
+# What is told of held-out samples: errors of displacement and speed after one step, by the model and by "constant
+# velocity" (cv), how many targets are conflicts; in stage 2, displacement after H steps and the loss of conflicts too.
+ERRORS = ("loss_held_out", "rmse_position", "rmse_speed", "rmse_position_cv", "rmse_speed_cv", "conflict_rate",
+          "rmse_position_h", "rmse_position_h_cv", "loss_conflict")
 CONFLICT_WEIGHT = 3.0  # conflicts are rare: unweighted, their part of the shared layers' gradient drowns
 
 
@@ -73,23 +77,17 @@ def prepare(samples, horizon):
 
 
 def prediction_errors(out, batch, interval, loss, stage):
-    """[13] float64 sums over the valid targets: loss, targets, squared errors of displacement and speed after one step
-    by the model and by "constant velocity", their number, the same of displacement after H steps and their number,
-    conflicts, conflict loss and what it is a sum of."""
+    """[n, 2] float64 sums over the valid targets, and their numbers, for each of ERRORS that the stage knows."""
     valid, target, speed = batch["target_valid"], batch["states"], batch["speed"]
-    square = lambda x, where: (x[where].double() ** 2).sum()  # noqa: E731
-    now, last = valid[..., 0], valid[..., -1]
-    steady = torch.stack([speed * interval, speed], -1)
-    result = [loss.double(), valid.sum(), *(square((out["next"] - target[..., 0, :])[..., i], now) for i in (0, 1)),
-              *(square((steady - target[..., 0, :])[..., i], now) for i in (0, 1)), now.sum()]
+    square = lambda x, where: ((x[where].double() ** 2).sum(), where.sum())  # noqa: E731
+    model, steady = (x - target[..., 0, :] for x in (out["next"], torch.stack([speed * interval, speed], -1)))
+    sums = [(loss, valid.sum()), *(square(x[..., i], valid[..., 0]) for x in (model, steady) for i in (0, 1)),
+            (batch["conflicts"][valid].sum(), valid.sum())]
     if stage == 2:
         ahead, conflicts = target.shape[-2] * interval, objectives.within_horizon(batch["conflicts"], valid)
-        result += [square(out["states"][..., -1, 0] - target[..., -1, 0], last),
-                   square(speed * ahead - target[..., -1, 0], last), last.sum(), batch["conflicts"][valid].sum(),
-                   objectives.conflict_loss(out["conflict"], *conflicts, 1.0), conflicts[1].sum()]
-    else:
-        result += [torch.zeros(())] * 3 + [batch["conflicts"][valid].sum()] + [torch.zeros(())] * 2
-    return torch.stack([torch.as_tensor(r, dtype=torch.float64).cpu() for r in result])
+        sums += [*(square(x - target[..., -1, 0], valid[..., -1]) for x in (out["states"][..., -1, 0], speed * ahead)),
+                 (objectives.conflict_loss(out["conflict"], *conflicts, 1.0), conflicts[1].sum())]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 class PPOLoss(nn.Module):
