@@ -14,17 +14,6 @@ import numpy as np
 
 SLOW_TO_FAST = ((206, 26, 52), (232, 82, 38), (247, 160, 38), (84, 178, 121), (40, 117, 190))  # red: stands still
 COLOURS = ("--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c0")
-STYLE = """figure{margin:0;min-width:0}figcaption{font-weight:600;margin:0 0 .3rem}
-.plot{display:grid;grid-template-columns:var(--left,2.9rem) 1fr;font-size:.75rem;color:var(--soft)}
-.box{position:relative;aspect-ratio:var(--ratio,2);background:var(--plot)}
-.box{border:solid var(--line);border-width:0 0 1px 1px}
-.box svg,.box img{position:absolute;inset:0;width:100%;height:100%}
-.y{position:relative}.y span{position:absolute;right:.35rem;transform:translateY(50%);white-space:nowrap}
-.x{grid-column:2;position:relative;height:1.3rem}.x span{position:absolute;top:.15rem}
-.unit{grid-column:2;text-align:right;margin-top:-.1rem}.about{font-size:.8rem;color:var(--soft);margin:.4rem 0 0}
-.key{font-size:.8rem;display:flex;flex-wrap:wrap;gap:.1rem .9rem;margin:.1rem 0 0}
-.key i{display:inline-block;width:.9em;height:.9em;border-radius:.2em;margin-right:.35em;vertical-align:-.1em}
-.ramp{flex:1;min-width:7rem;height:.9em;border-radius:.2em;align-self:center}"""
 
 
 def png(pixels, palette):

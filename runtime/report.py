@@ -21,28 +21,7 @@ from runtime.pictures import grid, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, own, shield_section, time_space, traffic_section
 from runtime.tracks import DamagedFile, load_tracks
 
-STYLE = """:root{color-scheme:light dark;--page:#fff;--card:#f6f7f9;--plot:#fff;--text:#1c2430;--soft:#5b6675;
---line:#c9d0d9;--c0:#7b8794;--c1:#2563d9;--c2:#d9611c;--c3:#12876b;--c4:#9a3fb5;--c5:#b8860b;--c6:#c2264b;--c7:#4b9cc7;
---c8:#6f7d16;--c9:#a0522d}@media(prefers-color-scheme:dark){:root{--page:#12161c;--card:#1a2029;--plot:#12161c;
---text:#e4e9f0;--soft:#9aa7b6;--line:#3a4451;--c0:#8d99a8;--c1:#6ea3ff;--c2:#ff9655;--c3:#45c9a5;--c4:#cf86e6;
---c5:#e0b84c;--c6:#ff7090;--c7:#84c9ee;--c8:#bfd05a;--c9:#e0a27a}}*{box-sizing:border-box}
-body{font:1rem/1.5 system-ui,sans-serif;color:var(--text);background:var(--page);max-width:88rem;margin:auto;
-padding:1rem clamp(.8rem,3vw,2.5rem) 3rem}
-h1{margin:.2rem 0 0;line-height:1.2}h2{margin:2.6rem 0 .6rem;border-bottom:1px solid var(--line)}p{margin:.3rem 0 .8rem}
-p,li{max-width:52rem}.soft{color:var(--soft)}code{overflow-wrap:anywhere}
-.row{display:grid;gap:1.2rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,22rem),1fr))}
-.row.wide{grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
-.beside{display:flex;flex-wrap:wrap;gap:1.2rem;align-items:start}.beside>.scroll{max-width:100%}
-.beside>figure{flex:1 1 19rem;max-width:36rem}.row+.row{margin-top:1.2rem}
-figure,.tile{background:var(--card);border-radius:.6rem;padding:.8rem}
-.tiles{display:grid;gap:.8rem;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));margin:1rem 0}
-.tile b{display:block;font-size:1.5rem;line-height:1.3}.tile span{font-size:.85rem;color:var(--soft)}
-.scroll{overflow-x:auto}table{border-spacing:0;font-size:.9rem;font-variant-numeric:tabular-nums}
-td,th{padding:5px .7rem;line-height:1.25rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:var(--page)}
-@media(max-width:40rem){td:first-child{white-space:normal;min-width:7.5rem}td,th{padding:5px .45rem}}
-td.mine,th.mine{background:var(--card);font-weight:600}
-pre{overflow-x:auto;font-size:.8rem;background:var(--card);border-radius:.6rem;padding:.8rem}"""
+STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
           "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
@@ -84,10 +63,10 @@ def build_report(folder):
     with blaming(state):
         origin = origin_section(folder, result)
     parts = [*scored[0], *seen[0], *scored[1], *seen[1], *events, *curves, *origin]
-    title = f"{folder.resolve().name}: mixed-autonomy traffic"
+    title, style = f"{folder.resolve().name}: mixed-autonomy traffic", STYLE.read_text(encoding="utf-8")
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
             f"<meta http-equiv=Content-Security-Policy content=\"{POLICY}\">"
-            f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{pictures.STYLE}{STYLE}</style>"
+            f"<link rel=icon href='data:,'><title>{html.escape(title)}</title><style>{style}</style>"
             f"<h1>{html.escape(folder.resolve().name)}</h1>" + "\n".join(filter(None, parts)) + "</html>")
     write_whole(folder / "report.html", page)
     return folder / "report.html"

@@ -195,7 +195,7 @@ def test_every_rule_has_its_colour_everywhere():
     """`harmonise` was green among the scores and orange beside `without control`; lane advice was orange there."""
     fixed = [COLOURS.get(name) for name in BASELINES if name != "none"]
     assert None not in fixed and len(set(fixed)) == len(fixed)
-    assert all(report.STYLE.count(f"{colour}:#") == 2 for colour in COLOURS.values())
+    assert all(report.STYLE.read_text().count(f"{colour}:#") == 2 for colour in COLOURS.values())
 
 
 def test_colours_do_not_run_out():
