@@ -44,7 +44,7 @@ def worker_main(pipe_fd, memory_fd):
             start = time.perf_counter()
             orders = pipe.recv()
             environments.idle = time.perf_counter() - start
-            pipe.send(sorted(sys.modules) if orders == "modules" else _answer(environments, orders))
+            pipe.send(_answer(environments, orders))
     except (EOFError, ConnectionError):
         pass  # the pool was closed
     finally:

@@ -204,12 +204,6 @@ class WorkerPool(Pool):
         _bury(self.processes.pop())
         return True
 
-    def modules(self):
-        """Names of the modules loaded in each worker (a test asserts that torch is not among them)."""
-        for pipe in self.pipes:
-            pipe.send("modules")
-        return [pipe.recv() for pipe in self.pipes]
-
     def close(self):
         """End all workers and their simulators; safe to call twice."""
         for pipe in filter(None, self.pipes):

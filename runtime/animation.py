@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError
+from configs.console import exit_code
 from runtime.pictures import SLOW_TO_FAST, speed_palette
 from runtime.report_traffic import pixels_of
 from runtime.tracks import load_tracks
@@ -108,17 +109,12 @@ def main():
         print("usage: python -m runtime.animation TRACKS.npz FILE.gif [CONTROLLER], or TRACKS.npz FILE.png of all",
               file=sys.stderr)
         return 2
-    try:
-        check(sys.argv[2], (".gif", ".png"))
-        if sys.argv[2].endswith(".gif"):
-            draw(*sys.argv[1:])
-        else:
-            draw_time_space(*sys.argv[1:3])
-    except (ConfigError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    check(sys.argv[2], (".gif", ".png"))
+    if sys.argv[2].endswith(".gif"):
+        draw(*sys.argv[1:])
+    else:
+        draw_time_space(*sys.argv[1:3])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main, (ConfigError, OSError, ValueError)))

@@ -15,14 +15,10 @@ def first_batch(vehicles):
 
 def next_batch(batch, share):
     """Micro-batch to try after `batch` used `share` of the memory (None = out of memory); `batch` itself = keep it."""
-    big = batch >= 32
-    if share is None:
-        return max(batch - (16 if big else 12), 1)
-    if share > 0.95:
-        return max(batch - (12 if big else 8), 1)
-    if share > 0.90:
-        return max(batch - (8 if big else 4), 1)
-    return batch + (8 if big else 4) if share < 0.80 else batch
+    less = 12 if share is None else 8 if share > 0.95 else 4 if share > 0.90 else 0
+    if less:
+        return max(batch - less - (4 if batch >= 32 else 0), 1)
+    return batch + (8 if batch >= 32 else 4) if share < 0.80 else batch
 
 
 def search(measure, batch, most):

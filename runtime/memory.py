@@ -1,6 +1,7 @@
 """Memory of a process tree as PSS (shared pages count once, however many processes map them), and what limits it."""
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 
@@ -67,10 +68,9 @@ def component(pid):
 
 def tree_memory(root=None):
     """{component: MB} of a process tree."""
-    table = {}
+    table = Counter()
     for pid in process_tree(root):
-        name = component(pid)
-        table[name] = table.get(name, 0.0) + pss_mb(pid)
+        table[component(pid)] += pss_mb(pid)
     return table
 
 

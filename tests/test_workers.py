@@ -205,11 +205,9 @@ def test_workers_never_import_torch_and_share_anonymous_memory_only(pool_of):
     import torch  # noqa: F401  the learner has it, the workers must not
     pool = pool_of(2, 1)
     pool.reset([1, 2])
-    for modules in pool.modules():
-        assert "numpy" in modules and "env.traffic_env" in modules
-        assert not [name for name in modules if name.split(".")[0] == "torch"]
     for process in pool.processes:
         maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "/numpy/" in maps and "/torch/" not in maps
         assert "/memfd:rollout" in maps  # it has no name in the file system: nothing can be left in /dev/shm
         assert "/dev/shm" not in maps
         environment = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
