@@ -54,19 +54,18 @@ def resource_plan(cfg):
     if probe.returncode:
         raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
     gpus = int(probe.stdout) if cfg.run.device != "cpu" else 0
-    ranks, learners = cfg.coordinator.nproc or max(gpus, 1), max(gpus, 1)
-    scorers, share = cfg.evaluate.workers, {n: n * share_of_workers(cfg.rollout, n) for n in (ranks, learners)}
-    rollout = {n: {"rollout_workers": share[n], "environments": max(share[n], n) * cfg.rollout.num_envs_per_worker}
-               for n in share}
-    plan = {"collect": {"processes": cfg.data.processes, "threads": 1},
-            "preprocess": {"processes": 1, "threads": 1},
+    ranks, learners, scorers = cfg.coordinator.nproc or max(gpus, 1), max(gpus, 1), cfg.evaluate.workers
+    alone = {"processes": 1, "threads": 1}
+
+    def training(processes):
+        simulators = processes * share_of_workers(cfg.rollout, processes)
+        return {"processes": processes, "threads": threads(cfg.run.threads, processes, simulators), "gpus": gpus,
+                "rollout_workers": simulators,
+                "environments": max(simulators, processes) * cfg.rollout.num_envs_per_worker}
+    plan = {"collect": {"processes": cfg.data.processes, "threads": 1}, "preprocess": alone,
             "phase1": {"processes": ranks, "threads": threads(cfg.run.threads, ranks), "gpus": gpus},
-            "phase2": {"processes": learners, "threads": threads(cfg.run.threads, learners, share[learners]),
-                       "gpus": gpus, **rollout[learners]},
-            "phase3": {"processes": ranks, "threads": threads(cfg.run.threads, ranks, share[ranks]), "gpus": gpus,
-                       **rollout[ranks]},
-            "evaluate": {"processes": 1, "threads": 1, "rollout_workers": scorers, "environments": scorers},
-            "report": {"processes": 1, "threads": 1}}
+            "phase2": training(learners), "phase3": training(ranks),
+            "evaluate": {**alone, "rollout_workers": scorers, "environments": scorers}, "report": alone}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
     print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, {machine_memory()[1] / 1024:.1f} GB; "
           f"phases 1 to 3 may need {cfg.memory.budget_gb:g} GB):")

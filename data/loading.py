@@ -44,7 +44,7 @@ def make_loader(dataset, sampler, options, pin_memory):
     if options.num_workers:
         more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers,
                 "multiprocessing_context": "fork", "worker_init_fn": leave_group}
-    return DataLoader(dataset, batch_sampler=sampler, collate_fn=identity, num_workers=options.num_workers,
+    return DataLoader(dataset, batch_sampler=sampler, collate_fn=lambda batch: batch, num_workers=options.num_workers,
                       pin_memory=options.pin_memory and pin_memory, **more)
 
 
@@ -53,8 +53,3 @@ def leave_group(_):
     its rank has finished the step. It dies with its rank instead."""
     os.setpgid(0, 0)
     die_with_parent(os.getppid())
-
-
-def identity(batch):
-    """Collate function for `__getitems__`, which already returns a batch."""
-    return batch

@@ -147,7 +147,7 @@ def mean_and_spread(values):
 def surround_features(traffic, scene):
     """[N, 14] SURROUND features; fills `lead`, `lead_gap` and `lead_speed` of `scene` in place."""
     out = np.empty((len(scene), len(SURROUND)), np.float32)
-    sides = np.stack([traffic.road.neighbour_lane(traffic.lane, side) for side in (1, -1)])
+    sides = np.stack([traffic.road.beside[side][traffic.lane] for side in (1, -1)])
     who, gap, speed = traffic.ahead(np.concatenate([traffic.lane[None], sides]))
     rear_gap, rear_speed = traffic.behind(sides)
     scene["lead"], scene["lead_gap"], scene["lead_speed"] = who[0], gap[0], speed[0]

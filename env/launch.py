@@ -35,10 +35,7 @@ def sumo_home():
 @functools.cache
 def check_release():
     """Raise SumoError when the installed eclipse-sumo is older than the release that this program works with."""
-    try:
-        found = importlib.metadata.version("eclipse-sumo")
-    except importlib.metadata.PackageNotFoundError:
-        return  # SUMO from elsewhere under the package's name
+    found = importlib.metadata.version("eclipse-sumo")
     if tuple(map(int, found.split(".")[:2])) < OLDEST:
         raise SumoError(f"SUMO {found} in {sumo_home()} is too old, 1.28 is the oldest that works; {REMEDY}")
 

@@ -73,10 +73,6 @@ class Road:
             lane = self.link_lane[lane[0], :1]
         return lanes
 
-    def neighbour_lane(self, lane, side):
-        """Lane left (side = 1) or right (-1) of each lane, -1 where there is none or inside a junction. [N] -> [N]"""
-        return self.beside[side][lane]
-
 
 class Traffic:
     """Vehicles sorted by lane and position, for finding who is in front and behind.

@@ -5,7 +5,6 @@ from gymnasium import spaces
 from env import graph
 
 LEFT, KEEP, RIGHT = 0, 1, 2
-SPEED = graph.NODE.index("speed")
 MAX_BRAKE = 9.0  # m/s^2, what the shield may ask for
 LANE_CHANGE = 5.0  # what commanding one costs; an acceleration costs its size in m/s^2
 ACCEL_LOW, ACCEL_HIGH = -3.0, 2.0  # m/s^2

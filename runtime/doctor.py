@@ -227,12 +227,9 @@ def advise(cfg, speed, gb):
         yield "the configuration suits this machine as it is"
 
 
-def _add_options(parser):
-    parser.add_argument("--no-benchmark", action="store_true", help="only look, measure nothing")
-
-
 def main(arguments=None):
-    options = parse(__doc__, arguments, _add_options)
+    options = parse(__doc__, arguments, lambda parser: parser.add_argument(
+        "--no-benchmark", action="store_true", help="only look, measure nothing"))
     cfg, failed = options.config, False
     for status, what, found, remedy in examine(cfg):
         say(f"{status:6s}{what:12s}{found}" + (f"\n      -> {remedy}" if remedy else ""))

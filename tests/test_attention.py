@@ -7,10 +7,12 @@ import pytest
 import torch
 from scenes import close, noise, scene
 
+from env.graph import EDGE
 from models.controller import NODE_FEATURES, SURROUND_FEATURES
 from models.presets import PRESETS
-from models.risk_gnn import INPUTS, TTC, RiskAttention, RiskGNN
+from models.risk_gnn import INPUTS, RiskAttention, RiskGNN
 
+TTC = EDGE.index("ttc")
 SMALL = PRESETS["small"]
 
 

@@ -46,7 +46,7 @@ class Scene:
 
     def side(self, side):
         """Lane index beside each vehicle: 0 own, 1 left, -1 right."""
-        return self.lane if side == 0 else self.road.neighbour_lane(self.lane, side)
+        return self.lane if side == 0 else self.road.beside[side][self.lane]
 
 
 def random_vehicles(rng, count):
@@ -122,8 +122,8 @@ def test_neighbour_lanes():
     road = Road(LANES)
     lanes = np.arange(len(LANES))
     name = [lane for lane, _, _ in LANES] + ["none"]
-    left = dict(zip(name, (name[i] for i in road.neighbour_lane(lanes, 1))))
-    right = dict(zip(name, (name[i] for i in road.neighbour_lane(lanes, -1))))
+    left = dict(zip(name, (name[i] for i in road.beside[1][lanes])))
+    right = dict(zip(name, (name[i] for i in road.beside[-1][lanes])))
     assert left.pop("a_0") == "a_1" and left.pop("b_0") == "b_1"
     assert right.pop("a_1") == "a_0" and right.pop("b_1") == "b_0"
     # :J_0_0 and :J_0_1 lie side by side, but nobody changes lane inside a junction.

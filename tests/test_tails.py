@@ -38,8 +38,8 @@ def test_pavements_are_no_lanes_to_change_to():
     lanes = [("e_0", 100, []), ("e_1", 100, []), ("e_2", 100, []), ("f_0", 100, []), ("f_1", 100, [])]
     road = Road(lanes, closed=["e_0", "f_0"])
     assert road.driving_number.tolist() == [0, 0, 1, 0, 0] and road.lane_number.tolist() == [0, 1, 2, 0, 1]
-    assert road.neighbour_lane(np.arange(5), -1).tolist() == [-1, -1, 1, -1, -1]
-    assert road.neighbour_lane(np.arange(5), 1).tolist() == [-1, 2, -1, -1, -1]
+    assert road.beside[-1][np.arange(5)].tolist() == [-1, -1, 1, -1, -1]
+    assert road.beside[1][np.arange(5)].tolist() == [-1, 2, -1, -1, -1]
     assert [road.has_lane(1, number) for number in (-1, 0, 1, 2, 3)] == [False, False, True, True, False]
 
 
