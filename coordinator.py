@@ -86,21 +86,15 @@ def revision():
 
 def command_of(step, options, folder, plan):
     """The command line of one step."""
-    shared = ["--config", options.config_file, *options.overrides]
-    python = [sys.executable]
-    if step in ("collect", "preprocess"):
-        return [*python, "-m", f"data.{step}", *shared]
-    if step in ("phase1", "phase3"):
-        ranks = plan[step]["processes"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-        return [*python, *launcher, str(ROOT / "train_ddp.py"), "--phase", step[-1], *shared]
-    if step == "phase2":
-        return [*python, str(ROOT / "train_rl.py"), *shared]
-    if step == "evaluate":
-        files = ["--checkpoint", str(folder), "--out", str(folder / "evaluation.json"),
-                 "--tracks", str(folder / "evaluation.tracks.npz")]
-        return [*python, str(ROOT / "evaluate.py"), *shared, *files]
-    return [*python, "-m", "runtime.report", str(folder)]
+    shared, ranks = ["--config", options.config_file, *options.overrides], plan[step]["processes"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    ddp = [*launcher, str(ROOT / "train_ddp.py"), "--phase", step[-1], *shared]
+    words = {"collect": ["-m", "data.collect", *shared], "preprocess": ["-m", "data.preprocess", *shared],
+             "phase1": ddp, "phase2": [str(ROOT / "train_rl.py"), *shared], "phase3": ddp,
+             "evaluate": [str(ROOT / "evaluate.py"), *shared, "--checkpoint", str(folder), "--out",
+                          str(folder / "evaluation.json"), "--tracks", str(folder / "evaluation.tracks.npz")],
+             "report": ["-m", "runtime.report", str(folder)]}
+    return [sys.executable, *words[step]]
 
 
 def run_step(step, command, threads, stop):

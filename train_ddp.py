@@ -76,6 +76,24 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped  # each is a part of a sum
 
 
+def prepare_model(cfg, team, model, amp):
+    """Say what a phase trains and how exactly, and compile it where asked; returns the phase's Precision."""
+    precision = Precision(amp, team.device, team.any)
+    team.say(model.describe())
+    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
+    team.say(precision.reason)
+    return precision
+
+
+def open_records(cfg, team, folder, phase, epoch):
+    """Write the run's config.yaml; returns the Metrics of a phase that goes on after `epoch`."""
+    if team.is_main:
+        save_config(cfg, folder)
+    metrics = Metrics(folder, phase, team.is_main, cfg.run.tensorboard)
+    metrics.drop_after(epoch)
+    return metrics
+
+
 # ---- phase 1: world model on recorded traffic ------------------------------------------------------------------
 
 def phase1(cfg, team, guard):
@@ -94,18 +112,12 @@ def phase1(cfg, team, guard):
     model = TrafficModel(cfg).to(team.device)
     model.set_statistics(train.statistics)
     model.freeze("controller", "safety_shield")
-    team.say(model.describe())
-    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
-    precision = Precision(p.amp, team.device, team.any)
-    team.say(precision.reason)
+    precision = prepare_model(cfg, team, model, p.amp)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     progress = Progress(cfg, team, folder / "phase1", model, optimizer, precision.scaler)
     progress.resume()
     progress.begin_data(processed_folder(cfg).name, p.epochs)
-    if team.is_main:
-        save_config(cfg, folder)
-    c, metrics, stage = progress.counters, Metrics(folder, 1, team.is_main, cfg.run.tensorboard), None
-    metrics.drop_after(c["epoch"])
+    c, metrics, stage = progress.counters, open_records(cfg, team, folder, 1, progress.counters["epoch"]), None
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
     guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
@@ -196,13 +208,10 @@ def phase3(cfg, team, guard):
     model = TrafficModel(cfg).to(team.device)
     first_weights(model, cfg, folder, (2, 1), team.say)
     model.freeze("risk_gnn")
-    team.say(model.describe())
-    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
+    precision = prepare_model(cfg, team, model, p.amp)
     model.safety_shield.risk_trained.fill_(True)
     model.controller.accel_limit = cfg.evaluate.accel_limit
     objective = ConstrainedLoss(model, cfg.phase2, p)  # its anchor is phase 2's policy, or that of the checkpoint
-    precision = Precision(p.amp, team.device, team.any)
-    team.say(precision.reason)
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     model.freeze("risk_gnn", *["world_model"] * (not p.world_model_weight))  # known to the optimiser: that may change
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
@@ -210,10 +219,7 @@ def phase3(cfg, team, guard):
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
                                     costs=[])
     progress.resume()
-    if team.is_main:
-        save_config(cfg, folder)
-    metrics = Metrics(folder, 3, team.is_main, cfg.run.tensorboard)
-    metrics.drop_after(c["epoch"])
+    metrics = open_records(cfg, team, folder, 3, c["epoch"])
     module = wrap(objective, team, cfg.ddp)
     with make_pool(cfg, share_of_workers(r, team.local_world), r.num_envs_per_worker, str(folder / "scenario")) as pool:
         check_collection(cfg, team, pool.num_envs)

@@ -33,15 +33,12 @@ from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard
-from runtime.metrics import Metrics
-from runtime.precision import Precision
 from runtime.resources import claim, share_of_workers, threads_per_process
 from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
-from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs, rescale_values,
-                              run_folder, save_config)
-from train_ddp import TROUBLES, USER_ERRORS, advantages, optimiser_step
+from runtime.training import Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder
+from train_ddp import TROUBLES, USER_ERRORS, advantages, open_records, optimiser_step, prepare_model
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
          "cost_return", "price", "lost")
@@ -53,10 +50,7 @@ def phase2(cfg, team, guard):
     check_scenario(cfg, folder / "scenario")
     progress, precision = learner(cfg, team, folder)
     model, optimizer = progress.model, progress.optimizer
-    if team.is_main:
-        save_config(cfg, folder)
-    c, metrics = progress.counters, Metrics(folder, 2, team.is_main, cfg.run.tensorboard)
-    metrics.drop_after(c["epoch"])
+    c, metrics = progress.counters, open_records(cfg, team, folder, 2, progress.counters["epoch"])
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team.local_world)
     kept = Kept(folder / f"warm_start-{team.rank}-of-{team.world}", p.imitate_keep, team.device)
@@ -113,10 +107,7 @@ def learner(cfg, team, folder):
     model.controller.log_std.data.fill_(math.log(cfg.phase2.exploration))
     model.freeze("risk_gnn", "world_model", "safety_shield")
     model.to(team.device)
-    team.say(model.describe())
-    compile_gnn(model.risk_gnn, cfg.model.compile, team.say)
-    precision = Precision(cfg.phase2.amp, team.device, team.any)
-    team.say(precision.reason)
+    precision = prepare_model(cfg, team, model, cfg.phase2.amp)
     optimizer = torch.optim.Adam(model.controller.parameters(), cfg.phase2.lr)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
     progress.counters["curriculum"] = curriculum.START
