@@ -2,7 +2,6 @@
 
     python -m runtime.report runs/quick
 """
-import contextlib
 import html
 import json
 import math
@@ -45,23 +44,18 @@ STEP_TIME = {"time_infer": "inference", "time_store": "storing", "time_wait": "w
 def build_report(folder):
     """Write report.html into a run folder; returns its path. Parts whose files are missing are left out; DamagedFile
     names a file that is not what it should be, or a folder without any."""
-    folder, scored, events, curves = Path(folder), ([], []), [], []
+    folder = Path(folder)
     tracks, scores, shield = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
     records, state = folder / "metrics.jsonl", folder / "state.json"
     if not any(path.exists() for path in (tracks, scores, records, state)):
         raise DamagedFile(f"{folder}: no results there; name the folder of a run, for example runs/quick")
-    with blaming(scores):
-        result = json.loads(scores.read_bytes()) if scores.exists() else None
-        scored = (headline(result), score_section(result)) if scores.exists() else scored
-    with blaming(tracks):
-        seen = traffic_sections(*load_tracks(tracks)) if tracks.exists() else ([], [])
-    with blaming(shield):
-        events = shield_section(shield, result) if result and shield.exists() else events
-    with blaming(records):
-        rows = read_metrics(records) if records.exists() else []
-        curves = curve_sections(rows) + resource_section(rows) if rows else curves
-    with blaming(state):
-        origin = origin_section(folder, result)
+    result = blame(scores, lambda: json.loads(scores.read_bytes())) if scores.exists() else None
+    scored = blame(scores, lambda: (headline(result), score_section(result))) if scores.exists() else ([], [])
+    seen = blame(tracks, lambda: traffic_sections(*load_tracks(tracks))) if tracks.exists() else ([], [])
+    events = blame(shield, lambda: shield_section(shield, result)) if result and shield.exists() else []
+    rows = blame(records, lambda: read_metrics(records)) if records.exists() else []
+    curves = blame(records, lambda: curve_sections(rows) + resource_section(rows)) if rows else []
+    origin = blame(state, lambda: origin_section(folder, result))
     parts = [*scored[0], *seen[0], *scored[1], *seen[1], *events, *curves, *origin]
     title, style = f"{folder.resolve().name}: mixed-autonomy traffic", STYLE.read_text(encoding="utf-8")
     page = ("<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
@@ -72,11 +66,10 @@ def build_report(folder):
     return folder / "report.html"
 
 
-@contextlib.contextmanager
-def blaming(path):
-    """What goes wrong inside is the fault of this file."""
+def blame(path, read):
+    """What `read()` returns; what goes wrong in it is the fault of this file."""
     try:
-        yield
+        return read()
     except DamagedFile:  # that names it already
         raise
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError, RecursionError) as error:
