@@ -3,6 +3,7 @@ import torch
 
 from configs import ConfigError
 from runtime.ending import out_of_memory
+from runtime.memory import numbers
 
 ENTITIES = ((8, 128), (16, 64), (24, 32))  # vehicles of a sample up to -> first micro-batch to try; 16 beyond
 MOST_TRIALS = 64
@@ -58,9 +59,7 @@ def memory_share(step, batch, device, budget_mb):
         return None
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
-    with open("/proc/self/status") as file:
-        peak_kb = next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
-    return peak_kb / 1024 / budget_mb
+    return numbers("/proc/self/status")["VmHWM"] / 1024 / budget_mb
 
 
 def _reset_peak(device):

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.memory import cgroup_memory
+from runtime.memory import cgroup_memory, numbers
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 WSLCONFIG = ("in C:\\Users\\<you>\\.wslconfig, section [wsl2]: memory=14GB and swap=16GB on a host with 16 GB, then "
@@ -127,9 +127,8 @@ def sockets():
 
 def meminfo(root="/"):
     """{"total", "available", "swap"} in GB: what the machine, or the container, has."""
-    lines = dict(line.split(":") for line in (Path(root) / "proc/meminfo").read_text().splitlines())
-    gb = {key: int(lines[name].split()[0]) / 2**20
-          for key, name in (("total", "MemTotal"), ("available", "MemAvailable"), ("swap", "SwapTotal"))}
+    kb = numbers(Path(root) / "proc/meminfo")
+    gb = {"total": kb["MemTotal"] / 2**20, "available": kb["MemAvailable"] / 2**20, "swap": kb["SwapTotal"] / 2**20}
     for used, limit in cgroup_memory(Path(root) / "sys/fs/cgroup", Path(root) / "proc/self/cgroup"):
         gb.update(total=min(gb["total"], limit / 1024), available=min(gb["available"], (limit - used) / 1024))
     return gb

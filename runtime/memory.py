@@ -1,8 +1,21 @@
 """Memory of a process tree as PSS (shared pages count once, however many processes map them), and what limits it."""
 import os
+import re
 import threading
 from collections import Counter
 from pathlib import Path
+
+
+NO_LIMIT = 2 ** 60  # bytes; what the old kind of control group says where there is none is above it
+
+
+def numbers(path):
+    """{first word: number behind it} of the lines of a file like /proc/meminfo; {} where it cannot be read."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return {}
+    return {name: int(number) for name, number in re.findall(r"^(\S+?):?[ \t]+(\d+)\b", text, re.M)}
 
 
 def process_tree(root=None):
@@ -35,13 +48,9 @@ def proportional_mb(pid):
 
     Pages of files come and go with the page cache: reading a large data set would look like a leak.
     """
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0.0, 0.0
-    kb = {words[0]: int(words[1]) for words in map(str.split, lines)}
-    total = kb.get("Pss:", 0)  # there is nothing to read of a process that has ended but was not waited for
-    return total / 1024, (total - kb.get("Pss_File:", 0)) / 1024
+    kb = numbers(f"/proc/{pid}/smaps_rollup")
+    total = kb.get("Pss", 0)  # there is nothing to read of a process that has ended but was not waited for
+    return total / 1024, (total - kb.get("Pss_File", 0)) / 1024
 
 
 def pss_mb(pid):
@@ -76,8 +85,7 @@ def tree_memory(root=None):
 
 def machine_memory():
     """(MB that somebody needs, all MB) of this machine; what the kernel can free at once is not needed."""
-    with open("/proc/meminfo") as file:
-        kb = {line.split(":")[0]: int(line.split()[1]) for line in file}
+    kb = numbers("/proc/meminfo")
     return (kb["MemTotal"] - kb["MemAvailable"]) / 1024, kb["MemTotal"] / 1024
 
 
@@ -95,12 +103,11 @@ def cgroup_memory(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
         for folder in (group, *group.parents):
             try:
                 most = int((folder / limit).read_text())  # the new kind says "max" where there is none
-                lines = (folder / "memory.stat").read_text().splitlines()
             except (OSError, ValueError):
-                lines = []
-            stat = dict(line.split() for line in lines)
-            if stat and most < 2 ** 60:
-                found.append((sum(int(stat.get(name, 0)) for name in uses) / 2 ** 20, most / 2 ** 20))
+                most = NO_LIMIT
+            stat = numbers(folder / "memory.stat")
+            if stat and most < NO_LIMIT:
+                found.append((sum(stat.get(name, 0) for name in uses) / 2 ** 20, most / 2 ** 20))
             if folder == top:
                 break
     return found
@@ -115,11 +122,7 @@ def tightest(tree_mb, budget_mb):
 
 def oom_kills():
     """How many processes the kernel has killed for want of memory so far; 0 where it does not say."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return numbers("/proc/vmstat").get("oom_kill", 0)
 
 
 class Sampler(threading.Thread):
