@@ -1,6 +1,5 @@
 """What follows from a network's lanes and links alone: ways out and upstream, joining traffic, lanes side by side."""
 import gzip
-import heapq
 import os
 import re
 from pathlib import Path
@@ -65,23 +64,15 @@ def distance_to_exit(length, link_lane, edge_of):
 
     A network without exits is cut open at its first edge.
     """
-    count, before = len(length), leading_to(link_lane)
+    following = np.where(link_lane >= 0, edge_of[link_lane], -1)  # edges
     leads_on = np.zeros(edge_of.max() + 1, bool)
     np.logical_or.at(leads_on, edge_of, (link_lane >= 0).any(1))
-    exits = np.flatnonzero(~leads_on[edge_of])
-    exits = exits if len(exits) else np.flatnonzero(edge_of == edge_of[0])
-    best = np.full(count, np.inf)
-    heap = [(length[i], int(i)) for i in exits]
-    siblings = np.split(edge_of.argsort(kind="stable"), np.bincount(edge_of).cumsum()[:-1])  # lanes of each edge
-    while heap:
-        distance, i = heapq.heappop(heap)
-        if distance >= best[i]:
-            continue
-        for s in siblings[edge_of[i]]:
-            best[s] = min(best[s], distance)
-            for b in before[s]:
-                heapq.heappush(heap, (distance + length[b], b))
-    return np.where(np.isfinite(best), best, 0.0)
+    exits = edge_of == edge_of[0] if leads_on.all() else ~leads_on[edge_of]
+    best, before = np.full(len(leads_on) + 1, np.inf), None  # by edge; the last entry is for "no link"
+    while before is None or (best != before).any():  # each turn finds the ways that are one edge longer
+        before = best.copy()
+        np.minimum.at(best, edge_of, length + np.where(exits, 0.0, before[following].min(1)))
+    return np.where(np.isfinite(best), best, 0.0)[edge_of]
 
 
 def upstream(length, link_lane, reach):

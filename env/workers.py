@@ -40,15 +40,12 @@ def make_pool(cfg, num_workers, envs_per_worker, folder=None):
     return SerialPool(cfg, envs_per_worker, folder)
 
 
-class Pool:
+class Pool(contextlib.AbstractContextManager):
     """What both pools share. `groups` lists the environments of each group; `arrays` and `final` are the block."""
 
     def __init__(self, cfg, envs, groups, buffer):
         self.num_envs, self.num_workers, self.groups, self.buffer = envs, 1, groups, buffer
         self.arrays, self.final = map_block(buffer, cfg, envs)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
