@@ -50,15 +50,6 @@ def lane_beside(edge_lanes, edge_of, number, internal, closed):
     return np.append(np.where((lane >= 0) & closed[lane], -1, lane), -1)
 
 
-def leading_to(link_lane):
-    """The lanes that link to each lane, [L] lists."""
-    before = [[] for _ in link_lane]
-    for i, links in enumerate(link_lane):
-        for j in links[links >= 0]:
-            before[j].append(i)
-    return before
-
-
 def distance_to_exit(length, link_lane, edge_of):
     """Shortest way from each lane's start to an exit (a lane that leads nowhere), m [L]; sideways moves are free.
 
@@ -77,7 +68,9 @@ def distance_to_exit(length, link_lane, edge_of):
 
 def upstream(length, link_lane, reach):
     """Lanes that lead to each lane within `reach` m, and the metres between their end and its start, each [L, U]."""
-    before, result = leading_to(link_lane), []
+    before, result = [[] for _ in length], []
+    for lane, link in np.argwhere(link_lane >= 0):
+        before[link_lane[lane, link]].append(lane)
     for lane in range(len(length)):
         found, todo = {}, [(lane, 0.0)]
         while todo:
