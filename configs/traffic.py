@@ -139,14 +139,15 @@ class PISaturationConfig:
     min_gap_s: float = opt(2.0, "the same, s times the leader's excess of speed", low=0)
 
 
+TUNED = {"reach_m": 259.0, "vehicles": 3, "gain": 1.04, "offset": -0.35, "margin": 0.7, "below": 20.1, "brake": 1.76}
+
+
 @dataclass
 class BaselinesConfig:
     """Numbers of the controllers in env/baselines.py, by name."""
     lane_advice: AdviceConfig = sub(AdviceConfig)
-    speed_advice: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7,
-                                     below=20.1, brake=1.76)
-    tuned: AdviceConfig = sub(AdviceConfig, reach_m=259.0, vehicles=3, gain=1.04, offset=-0.35, margin=0.7, below=20.1,
-                              brake=1.76, meter_brake=0.31)
+    speed_advice: AdviceConfig = sub(AdviceConfig, **TUNED)
+    tuned: AdviceConfig = sub(AdviceConfig, **TUNED, meter_brake=0.31)
     harmonise: AdviceConfig = sub(AdviceConfig, reach_m=136.0, ahead=0.33, gain=0.85, offset=-3.7, margin=1.0,
                                   below=19.8, above=17.0, brake=2.7, cruise=25.0)
     follower_stopper: FollowerStopperConfig = sub(FollowerStopperConfig)
