@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from models.controller import KEEP, Controller, acceleration, downstream_speeds
-from models.presets import FULL_RANGES, PRESETS
+from models.presets import PRESETS
 from models.risk_gnn import INPUTS, POSITION, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
 from models.world_model import WorldModel
@@ -39,13 +39,9 @@ class TrafficModel(nn.Module):
         return {**counts, "total": sum(counts.values())}
 
     def describe(self):
-        """One line per part: its parameters, and the range that the full preset must keep."""
-        lines = [f"model preset {self.preset}:"]
-        for part, count in self.parameter_counts().items():
-            low, high = FULL_RANGES[part]
-            goal = f"  (range {low} to {high} M)" if self.preset == "full" else ""
-            lines.append(f"  {part:14s} {count / 1e6:7.3f} M{goal}")
-        return "\n".join(lines)
+        """One line per part: its parameters."""
+        counts = [f"  {part:14s} {count / 1e6:7.3f} M" for part, count in self.parameter_counts().items()]
+        return "\n".join([f"model preset {self.preset}:", *counts])
 
     def freeze(self, *parts):
         """Train everything except `parts`. Call before wrapping with DDP: afterwards it is an error there."""

@@ -12,9 +12,6 @@ PRESETS = {
     "full": SimpleNamespace(
         gnn_width=256, gnn_heads=8, gnn_layers=3, edge_width=64, lstm_width=512, lstm_layers=2, latent=256,
         decoder_hidden=768, score_hidden=512, action_hidden=512, value_hidden=512, risk_hidden=800)}
-# Parameters of each part at full size, in millions (SPEC's table).
-FULL_RANGES = {"risk_gnn": (2, 3), "world_model": (5, 8), "controller": (3, 5), "safety_shield": (1, 2),
-               "total": (11, 18)}
 
 
 def mlp(*widths, final_gain=None):

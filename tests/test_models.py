@@ -10,12 +10,15 @@ from torch import nn
 from scenes import scene
 
 from models.policy import PARTS, bucket, candidate_slots
-from models.presets import FULL_RANGES, PRESETS, Normalizer
+from models.presets import PRESETS, Normalizer
 from models.risk_gnn import INPUTS
 from models.world_model import WorldModel
 
 FP16_MAX = 65504.0
 SMALL = PRESETS["small"]
+# Parameters of each part at full size that are promised, in millions.
+FULL_RANGES = {"risk_gnn": (2, 3), "world_model": (5, 8), "controller": (3, 5), "safety_shield": (1, 2),
+               "total": (11, 18)}
 
 
 def permuted(obs, order):
