@@ -67,7 +67,7 @@ class Sumo(Questions):
 
     def __init__(self, arguments, call_timeout_s=30.0, start_timeout_s=60.0):
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
-        self.process, self.client, self.stderr = None, None, None
+        self.process = self.client = None
         self._start(arguments)
 
     # ---- life of the process -----------------------------------------------------------------------------------
@@ -123,14 +123,11 @@ class Sumo(Questions):
         if self.client is not None and self.client._socket is not None:
             self.client._socket.close()
             self.client._socket = None
-        self.client = None
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-        self.process = None
-        if self.stderr is not None:
             self.stderr.close()
-        self.stderr = None
+        self.client = self.process = None
 
     def _failure(self, what, kind=SumoError):
         """The exception for a broken process, with SUMO's own words; the process is gone afterwards."""
