@@ -93,10 +93,9 @@ def doubts(rows, scenario):
 
 
 def save_scores(path, scenario, seeds, rows, pairs, columns, log):
-    """Results as JSON, with the `differences`, if any, as "paired"; beside it the rows as CSV and the log of the shield,
-    one line of
-    `columns` per override, as .shield.csv. Of a suite, "summary" is the mean over its variants and "variants" the
-    summary of each."""
+    """Results as JSON, with the `differences`, if any, as "paired"; beside it the rows as CSV and the shield's log, one
+    line of `columns` per override, as .shield.csv. Of a suite, "summary" is the mean over its variants and "variants"
+    the summary of each."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"scenario": scenario, "sumo_version": version("eclipse-sumo"), "seeds": seeds, "episodes": rows,
