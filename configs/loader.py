@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 import reprlib
+import shlex
 import types
 import typing
 from pathlib import Path
@@ -52,11 +53,19 @@ def variant(config, text, source="variant"):
     """
     config, errors = copy.deepcopy(config), []
     config.env.suite = ["same"]
-    for part in text.split() if text != "same" else ():
+    for part in parts_of(text) if text != "same" else ():
         _merge(config, override_tree(part, source, errors), source, "", errors)
     if errors:
         raise ConfigError("\n".join(errors))
     return config
+
+
+def parts_of(text):
+    """["section.key=value"] of a variant; quotes hold a value with spaces together."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"env.suite: {text!r}: {str(error).lower()}: a quotation mark is missing") from None
 
 
 def to_dict(config):
@@ -208,8 +217,9 @@ def _suite_checks(c):
     wrong = [f"env.suite={c.env.suite}: the same element twice"] * (len(set(c.env.suite)) < len(c.env.suite))
     for text in c.env.suite:
         try:
-            if text != "same" and not (text.split() and all(part.startswith(VARIED) for part in text.split())):
-                raise ConfigError(f"env.suite: {text!r}: expected parts that begin with {', '.join(VARIED)}")
+            if text != "same" and not (parts_of(text) and all(part.startswith(VARIED) for part in parts_of(text))):
+                raise ConfigError(f"env.suite: {text!r}: expected parts that begin with {', '.join(VARIED)}; a value "
+                                  "with spaces stands in quotes")
             variant(c, text, "env.suite")
         except ConfigError as error:
             wrong += str(error).splitlines()

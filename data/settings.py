@@ -5,10 +5,13 @@ import json
 import os
 import re
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 from configs.files import file_hash, write_whole
 from data.layout import VERSION, DataError, read_json
+from env import graph
+from env.graph import EDGE, GLOBAL, NODE, SURROUND
 from env.scenarios import options_of, path_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
@@ -25,11 +28,12 @@ def raw_settings(cfg):
     data = {k: v for k, v in asdict(cfg.data).items() if k not in READING + BUILDING}
     no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
-    graph = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
+    near = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     names = sorted(set(sum(scenarios_by_variant(cfg), [])))
     sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
-    return {"version": VERSION, "seed": traffic_seed(cfg), "env": env, "scenario": sections,
-            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": graph,
+    return {"version": VERSION, "sumo": version("eclipse-sumo"), "features": [*NODE, *EDGE, *GLOBAL, *SURROUND],
+            "seed": traffic_seed(cfg), "env": env, "shield": cfg.shield.enabled, "scenario": sections,
+            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": near,
             "data": {**data, "scenarios": scenarios(cfg)}}
 
 
@@ -74,7 +78,8 @@ def processed_folder(cfg):
     """Where the graphs of this configuration lie; the folder's name is a hash of all that determines them."""
     raw = Path(cfg.data.folder) / "raw" / "metadata.json"
     read_json(raw, "metadata of a finished collection (run data.collect first)")
-    content = [VERSION, file_hash(raw), asdict(cfg.graph), *(getattr(cfg.data, name) for name in BUILDING)]
+    content = [VERSION, file_hash(raw), file_hash(graph.__file__), asdict(cfg.graph),
+               *(getattr(cfg.data, name) for name in BUILDING)]
     key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
     return Path(cfg.data.folder) / "processed" / key
 

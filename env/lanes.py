@@ -25,14 +25,21 @@ def oncoming_lanes(network):
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 
+OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
+LONGEST_STEP_S = 0.5  # SUMO's step for which the shield alone prevents collisions; at 1 s some touch a leader who stops
+
+
 def special_lanes(client):
     """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
     closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
-    take time). closed: not for passenger cars. oncoming: oncoming_lanes."""
+    take time), and where vehicles move otherwise than the shield reckons (ballistic integration, which an action step
+    length for all brings too; steps so long that a leader's stop is seen too late). closed: not for passenger cars.
+    oncoming: oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
-    beside = any(float(option(name)) > 0 for name in ("lateral-resolution", "lanechange.duration"))
+    unsure = (any(float(option(name)) > 0 for name in OTHER_MOTION) or option("step-method.ballistic") == "true"
+              or float(option("step-length")) > LONGEST_STEP_S)
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if beside or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
+    crossing = [i for i in ids if unsure or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
     return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
             "oncoming": oncoming_lanes(option("net-file"))}
 

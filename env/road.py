@@ -53,6 +53,9 @@ class Road:
         self.met_by = meeting_lanes(self.internal, self.link_lane)
         self.meets = np.isin(np.arange(len(lanes)), list(self.met_by))
         self.closed, self.crosses, self.oncoming = (np.isin(names, list(ids)) for ids in (closed, crossing, oncoming))
+        at_once = self.link_lane[~self.internal]  # where no junction lane lies between, two may come together
+        at_once = at_once[(at_once >= 0) & ~self.internal[at_once]]
+        self.crosses |= np.bincount(at_once, minlength=len(lanes)) > 1
         self.beside = {side: lane_beside(edge_lanes, edge_of, number + side, self.internal | self.closed, self.closed)
                        for side in (1, -1)}
         self.to_crossing, before = np.full(len(lanes), np.inf), self.upstream_lane[self.crosses]

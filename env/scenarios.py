@@ -83,7 +83,7 @@ def check_traffic(name, arguments, horizon_s):
     words = [word for word in arguments if word != "--no-warnings"] + ["--end", str(start + horizon_s + READ_AHEAD_S)]
     words[words.index("--mesosim") + 1] = "true"  # routes are read as time goes on, and this is the quickest way
     ended, said = _dry_run(words)
-    if ended and said:  # would it be so vehicle by vehicle too?
+    if ended:  # would it be so vehicle by vehicle too? (The sublane model is never mesoscopic.)
         words[words.index("--mesosim") + 1] = "false"
         ended, said = _dry_run(words)  # what it says now counts: some are refused in the mesoscopic model only
         if ended:

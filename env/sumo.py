@@ -111,7 +111,10 @@ class Sumo(Questions):
             self.client.simulation.getTime()  # SUMO answers `load` before it has opened the files
             self.client._socket.settimeout(self.call_timeout_s)
         except (TraCIException, FatalTraCIError, OSError, AttributeError) as error:
-            raise self._failure(f"SUMO could not load {' '.join(arguments)}: {error}") from None
+            failure = self._failure(f"SUMO could not load {' '.join(arguments)}: {error}")
+            if self.died_of >= 0:
+                raise failure from None
+            self._start(arguments)  # some crash on a network after another one, on which a new one does not
 
     @property
     def alive(self):
@@ -131,11 +134,12 @@ class Sumo(Questions):
 
     def _failure(self, what, kind=SumoError):
         """The exception for a broken process, with SUMO's own words; the process is gone afterwards."""
-        words = ""
+        words, self.died_of = "", 0
         if self.process is not None:
             try:  # a dying SUMO closes its socket before it exits
                 self.process.wait(1.0)
-                what += f" (exit code {self.process.returncode})"
+                self.died_of = self.process.returncode
+                what += f" (exit code {self.died_of})"
             except Exception:  # still running: frozen or only disconnected
                 pass
             self.stderr.seek(0)

@@ -156,8 +156,9 @@ class TrafficEnv(gymnasium.Env):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
-            commands.append(sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES))
-        self.driven = driven
+            if name in self.present:
+                commands.append(sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES))
+        self.driven = {**{name: mode for name, mode in self.driven.items() if name not in self.present}, **driven}
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.slots.icv.sum()), 1)
 
@@ -171,13 +172,12 @@ class TrafficEnv(gymnasium.Env):
         start = time.perf_counter()
         ids, records, lanes, routes, events = self.simulator.read(self.time)
         read = time.perf_counter()
-        if first:  # nothing has been simulated yet
-            events = {**events, "departed": [], "arrived": []}
-        present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
+        events = {**events, "departed": [], "arrived": []} if first else events  # nothing has been simulated yet
+        self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
         slots, fresh = self.slots.assign(ids)
-        self.driven = {name: mode for name, mode in self.driven.items() if name in present}
+        self.driven = {name: mode for name, mode in self.driven.items() if name not in events["arrived"]}
         if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted
             ids, routes, records, lane, slots, fresh = keep(np.flatnonzero(slots >= 0), ids, routes, records, lane,
                                                             slots, fresh)

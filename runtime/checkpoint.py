@@ -57,7 +57,7 @@ def save(folder, step, state, keep_last=3, best=False):
         if best:
             write_whole(folder / "best", final.name)
     except (OSError, RuntimeError, WriteError) as error:  # torch reports a full disk as RuntimeError
-        why = getattr(error.__cause__ or error, "strerror", None) or str(error).split("\n")[0]
+        why = getattr(error.__cause__ or error.__context__ or error, "strerror", None) or str(error).split("\n")[0]
         free = shutil.disk_usage(folder).free >> 20
         raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
     finally:
@@ -99,7 +99,7 @@ def load_step(step, device="cpu"):
         size, digest = (manifest["files"]["state.pt"][key] for key in ("bytes", "sha256"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
-    path = step / "state.pt"
+    path, saved = step / "state.pt", manifest.get("versions")
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}: written by another version "
                               "of this program")
@@ -111,6 +111,11 @@ def load_step(step, device="cpu"):
         raise CheckpointError(f"{path}: refused: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: refused: holds a {type(state).__name__}, not the state of a run")
+    theirs = saved if isinstance(saved, dict) else versions()
+    other = [f"{name} {theirs.get(name)} (here {version(name)})" for name in ("torch", "eclipse-sumo")
+             if str(theirs.get(name)).partition("+")[0] != version(name).partition("+")[0]]
+    if other and os.environ.get("RANK", "0") == "0":
+        print(f"NOTE: {step} was written with {', '.join(other)}: results may differ", flush=True)
     return state
 
 

@@ -1,5 +1,6 @@
 """Both ways to SUMO: bulk readings against the stock client's getters over whole episodes, libsumo against TraCI."""
 import gc
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import libsumo
 import numpy as np
 import pytest
+from traci.exceptions import FatalTraCIError
 
 import env as env_package
 from env.baselines import make_baseline
@@ -129,3 +131,18 @@ def test_environment_with_traci_does_not_import_libsumo():
     code = ("import sys; from configs import Config; from env.traffic_env import make_env; e = make_env(Config()); "
             "e.reset(seed=1); e.close(); assert 'libsumo' not in sys.modules")
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_crash_in_load_is_tried_again_with_a_new_process(make, monkeypatch):
+    """SUMO crashes on some networks when it has run another one: a suite of two that run alone could not start."""
+    env = make()
+    env.reset(seed=1)
+    process = env.simulator.process
+
+    def crash(_):
+        process.send_signal(signal.SIGSEGV)
+        raise FatalTraCIError("connection closed by SUMO")
+    monkeypatch.setattr(env.simulator.client, "load", crash)
+    observation, _ = env.reset(seed=2)
+    assert process.returncode == -signal.SIGSEGV and env.simulator.process.pid != process.pid
+    assert equal(observation, make().reset(seed=2)[0])

@@ -56,6 +56,19 @@ def test_checkpoint_round_trip(saved):
     assert manifest["step"] == 3 and set(manifest["versions"]) == {"torch", "numpy", "eclipse-sumo", "traci"}
 
 
+def test_other_versions_are_noted(saved, capsys):
+    """They were written and never read: after an update of SUMO results differ, without a word."""
+    checkpoint.load(saved)
+    assert capsys.readouterr().out == ""
+    path = saved / "step_000003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["versions"].update({"eclipse-sumo": "1.20.0", "numpy": "1.0"})
+    path.write_text(json.dumps(manifest))
+    checkpoint.load(saved)
+    said = capsys.readouterr().out
+    assert "NOTE" in said and "eclipse-sumo 1.20.0 (here 1." in said and "torch" not in said
+
+
 def test_nothing_saved_is_none(tmp_path):
     assert checkpoint.load(tmp_path) is None and checkpoint.load(tmp_path / "absent") is None
 

@@ -18,7 +18,8 @@ from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, c
 from data.layout import DataError, Shape, read_json
 from data.location import open_data
 from data.preprocess import preprocess
-from data.settings import raw_settings
+from data import settings
+from data.settings import processed_folder, raw_settings
 from env.graph import SCENE
 from env.traffic_env import make_env
 from env.workers import WorkerError
@@ -127,12 +128,24 @@ def test_other_settings_are_refused_by_name(copy, step, key, value, name):
     assert f"is {value}" in str(error.value)
 
 
+def test_what_decides_traffic_and_graphs_is_part_of_their_names(copy, monkeypatch):
+    """A data set of another SUMO, of other features or without the shield was taken for the same."""
+    before, folder = raw_settings(config(copy)), processed_folder(config(copy))
+    assert raw_settings(config(copy, "shield.enabled=false")) != before
+    monkeypatch.setattr(settings, "version", lambda name: "9.9.9")
+    monkeypatch.setattr(settings, "NODE", ("other",))
+    after = raw_settings(config(copy))
+    assert after["sumo"] == "9.9.9" and "other" in after["features"] and json.loads(json.dumps(before)) == before
+    monkeypatch.setattr(settings.graph, "__file__", settings.__file__)
+    assert processed_folder(config(copy)) != folder
+
+
 def test_settings_of_every_scenario_count(tmp_path):
     """A suite's other scenarios and the files of a user's own did not: old samples were used, or filled up with new."""
     suite = "env.suite=[same, env.scenario=ring]"
     assert [job.scenario for job in episode_plan(config(tmp_path, suite))] == ["corridor", "ring"] * 2
-    settings = [raw_settings(config(tmp_path, suite, f"ring.vehicles={n}", "bottleneck.flow=1")) for n in (22, 23)]
-    assert settings[0] != settings[1] and sorted(settings[0]["scenario"]) == ["corridor", "ring"]
+    other = [raw_settings(config(tmp_path, suite, f"ring.vehicles={n}", "bottleneck.flow=1")) for n in (22, 23)]
+    assert other[0] != other[1] and sorted(other[0]["scenario"]) == ["corridor", "ring"]
     town = tmp_path / "town.sumocfg"
     town.write_text('<configuration><route-files value="a.rou.xml, b.rou.xml"/></configuration>')
     (tmp_path / "a.rou.xml").write_text("a"), (tmp_path / "b.rou.xml").write_text("b")

@@ -253,6 +253,7 @@ ELSEWHERE = [
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
     ("collect: episode {job.episode}", "test_data.py"), ("not the settings of a data set", "test_damaged_inputs.py"),
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
+    ("a quotation mark is missing", "test_suite.py"),
     ("could not be kept", "test_imitation.py"), ("cannot be read: {error}; remove", "test_imitation.py"),
     ("could not be written", "test_damaged_inputs.py"), ("missing, although", "test_damaged_inputs.py"),
     ("not to be seen", "test_nodes.py"), ("is too old", "test_damaged_inputs.py"),

@@ -75,12 +75,21 @@ def test_variants_change_what_they_name_and_nothing_else():
     assert two == expected
 
 
+def test_a_path_with_spaces_stands_in_quotes():
+    """It was refused, whatever one wrote."""
+    suite = "env.suite=[same, 'env.scenario=\"my road/a.sumocfg\" env.icv_share=0.5']"
+    cfg = load_config("configs/smoke.yaml", [suite])
+    changed = cfg.variants()[1].env
+    assert changed.scenario == "my road/a.sumocfg" and changed.icv_share == 0.5
+
+
 @pytest.mark.parametrize("suite, words", [
     ("[corridor.lane=3]", "corridor.lane: unknown key"), ("[corridor.lanes=x]", "'x' is not valid"),
     ("['corridor.lanes=3 env.max_vehicles=50']", "env.max_vehicles=50': expected parts that begin with"),
     ("['']", "expected parts"), ("[corridor]", "expected parts"),
     ("[same, same]", "the same element twice"), ("[corridor.lanes=]", "corridor.lanes: '' is not valid"),
-    ("[env.demand_scale=0]", "env.demand_scale: 0 is not valid")])
+    ("[env.demand_scale=0]", "env.demand_scale: 0 is not valid"),
+    ("['env.scenario=\"my road']", "no closing quotation: a quotation mark is missing")])
 def test_mistakes_in_a_suite_are_one_line_each(suite, words):
     with pytest.raises(ConfigError) as error:
         load_config("configs/smoke.yaml", [f"env.suite={suite}"])

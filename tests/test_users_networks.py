@@ -16,6 +16,7 @@ from env import scenarios
 from env.scenarios import build_scenario, check_traffic, own_scale
 from env.baselines import SPEED
 from env.spaces import speed_change
+from env.sumo import ALL_CHECKS, OWN_LANE_CHANGES, SetModes
 from env.traffic_env import TrafficEnv, check_scenario
 
 from helpers import FLOWS, episode, only
@@ -245,10 +246,12 @@ FLOW = '<flow id="{0}" begin="{1}" end="{2}" vehsPerHour="900"><route edges="in 
 
 
 @pytest.mark.parametrize("begins, lost", [((0, 60, 30), True), ((0, 30, 60), False)])
-def test_traffic_that_sumo_leaves_out_is_told(road, capfd, tmp_path, begins, lost):
-    """SUMO ignores what is not sorted by departure, and its warning was switched off: another demand was scored."""
+@pytest.mark.parametrize("more", ["", '<lateral-resolution value="0.8"/>'])
+def test_traffic_that_sumo_leaves_out_is_told(road, capfd, tmp_path, begins, lost, more):
+    """SUMO ignores what is not sorted by departure, and its warning was switched off: another demand was scored. With
+    the sublane model, which is never mesoscopic, it still was."""
     flows = "".join(FLOW.format(i, begin, begin + 20) for i, begin in enumerate(begins))
-    path = road(LIGHT, STRAIGHT.format(1), flows, '<time><begin value="0:00:00"/></time>')
+    path = road(LIGHT, STRAIGHT.format(1), flows, f'<time><begin value="0:00:00"/></time>{more}')
     check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
     told = capfd.readouterr().err
     assert ("sorted by departure" in told and path in told) == lost and bool(told) == lost
@@ -274,6 +277,44 @@ def test_what_only_the_mesoscopic_model_refuses_is_not_told(road, capfd, monkeyp
     assert "c3" in told and "bicycle" not in told
     check_traffic(path, arguments, 100.0)
     assert capfd.readouterr().err == ""
+
+
+MERGING = ('<node id="a" x="0" y="0"/><node id="b" x="0" y="300"/><node id="t" x="500" y="0" type="priority"/>'
+           '<node id="z" x="900" y="0"/>', '<edge id="in" from="a" to="t"/><edge id="side" from="b" to="t"/>'
+           '<edge id="out" from="t" to="z"/>')
+
+
+@pytest.mark.parametrize("option, unsure", [
+    ("", []), ('<no-internal-links value="true"/>', ["out_0"]), ('<step-method.ballistic value="true"/>', "all"),
+    ('<default.action-step-length value="1"/>', "all")])
+def test_where_the_shield_is_unsure_sumos_check_stays_on(make, road, option, unsure):
+    """Collisions behind the shield, up to 6 an episode: without junction lanes two came onto one edge at once; with
+    ballistic integration vehicles do not move as the shield reckons."""
+    env = make(scenario=road(*MERGING, FLOW.format("f", 0, 30), f"<processing>{option}</processing>"))
+    env.reset(seed=1)
+    crosses = env.road.crosses
+    names = [name for name, crossing in zip(env.road.lane_index, crosses) if crossing and not name.startswith(":")]
+    assert crosses.all() if unsure == "all" else names == unsure
+
+
+@pytest.mark.parametrize("step, every", [(0.5, False), (1.0, True)])
+def test_long_steps_keep_sumos_check_everywhere(make, road, step, every):
+    """With steps of 1 s ICVs touched a leader who had stopped."""
+    env = make(scenario=road(*MERGING, FLOW.format("f", 0, 30)), step_length=step)
+    env.reset(seed=1)
+    assert env.road.crosses.all() == every
+
+
+def test_who_is_teleported_while_commanded_gets_its_checks_back(make, road):
+    """It was forgotten while it was on no lane, and drove on without SUMO's checks, beyond the speed limit, for up to
+    400 steps."""
+    env = make(scenario=road(*MERGING, FLOW.format("f", 0, 30)))
+    env.reset(seed=1)
+    env.driven = {b"away": 26}
+    assert env._commands([], [], [], [])[0] == [] and env.driven == {b"away": 26}
+    env.present = {b"away"}
+    assert env._commands([], [], [], [])[0] == [SetModes(b"away", ALL_CHECKS, OWN_LANE_CHANGES)]
+    assert env.driven == {}
 
 
 def test_shipped_networks_are_found_from_any_folder(tmp_path, monkeypatch):
