@@ -49,7 +49,8 @@ class EnvConfig:
                                      "driver, reward, baselines, phase2.imitate; same = as configured")
     control_interval: float = opt(1.0, "time between two commands, s", low=0.1, high=10.0)
     horizon_s: float = opt(900.0, "episode length after the warm-up, s; then the episode is truncated", low=1)
-    warmup_s: float = opt(0.0, "simulated without control before the first observation, s", low=0)
+    warmup_s: float = opt(0.0, "simulated without control before the first observation, s; arrivals in it count, "
+                          "averages do not", low=0)
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
     max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
@@ -140,7 +141,7 @@ class DataConfig:
     on_bad_row: str = opt("stop", "a training sample with NaN or infinite values ends phase 1, or is left out",
                           choices=("stop", "skip"))
     open_chunks: int = opt(3, "chunks that a process has open, and that samples are shuffled over", low=1, high=64)
-    cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = memory maps", low=0)
+    cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = from the file", low=0)
     cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0)
     disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, the longest unused first, GB",
                          low=0)
