@@ -14,6 +14,7 @@ import numpy as np
 from configs import ConfigError, console
 from configs.files import file_hash
 from data.layout import DataError, Shape, chunk_offset, read_description, read_json
+from data.preprocess import compute_statistics
 from data.records import not_finite, parse
 
 SHOWN = 100  # findings printed at most
@@ -25,24 +26,36 @@ def check(folder):
     raw = folder / "raw" / "metadata.json"
     if not raw.exists():
         return [f"{raw}: no such file; run data.collect first"], []
-    findings, facts = [], [f"{len(list(raw.parent.glob('chunk_*.json')))} raw chunks"]
-    findings += check_raw(raw.parent)
+    findings, count = check_raw(raw.parent)
+    facts = [f"{count} raw chunks"]
     for processed in sorted(path for path in (folder / "processed").glob("*") if path.is_dir()):
-        findings += check_processed(processed)
-        facts.append(f"{len(list(processed.glob('chunk_*.npy')))} chunks in {processed.name}")
+        if (processed / "metadata.json").exists():
+            more, count = check_processed(processed)
+            findings += more
+            facts.append(f"{count} chunks in {processed.name}")
+        else:
+            facts.append(f"{processed.name} (half built, not looked at: data.preprocess continues it)")
     return findings, facts
 
 
 def check_raw(folder):
-    """Findings in raw/."""
+    """(findings, number of chunks) of raw/."""
     try:
         meta = read_json(folder / "metadata.json", "metadata of a collection")
         data, graph = meta["settings"]["data"], meta["settings"]["graph"]
         shape = Shape(data["history"], data["future"], data["margin"], data["vehicles"][1], graph["k_max"])
         chunks = [(folder / c["file"], c["sha256"], len(c["hashes"])) for c in meta["chunks"]]
     except (DataError, KeyError, TypeError, IndexError) as error:
-        return [f"{folder / 'metadata.json'}: damaged: {error}"]
-    return [finding for chunk in chunks for finding in _raw_chunk(*chunk, shape)]
+        return [f"{folder / 'metadata.json'}: damaged: {error}"], 0
+    findings = [finding for chunk in chunks for finding in _raw_chunk(*chunk, shape)]
+    return findings + strangers(folder, "chunk_*.json", meta), len(chunks)
+
+
+def strangers(folder, pattern, meta):
+    """Findings: chunks that the metadata do not name."""
+    named = {chunk["file"] for chunk in meta["chunks"]}
+    return [f"{path}: metadata.json does not name it; remove it" for path in sorted(folder.glob(pattern))
+            if path.name not in named]
 
 
 def _raw_chunk(path, sha256, count, shape):
@@ -64,15 +77,18 @@ def _raw_chunk(path, sha256, count, shape):
 
 
 def check_processed(folder):
-    """Findings in one folder of graphs."""
-    if not (folder / "metadata.json").exists():
-        return []  # half built: data.preprocess continues it
+    """(findings, number of chunks) of one folder of graphs."""
     try:
-        meta, _, shape = read_description(folder)
+        meta, statistics, shape = read_description(folder)
     except DataError as error:
-        return [str(error)]
-    return [finding for chunk in meta["chunks"]
-            for finding in _processed_chunk(folder / chunk["file"], chunk, shape)]
+        return [str(error)], 0
+    chunks = meta["chunks"]
+    findings = [finding for chunk in chunks for finding in _processed_chunk(folder / chunk["file"], chunk, shape)]
+    train = [chunk for chunk in chunks if chunk["split"] == "train"]
+    if not findings and compute_statistics(folder, train, meta["ranges"]) != statistics:
+        findings.append(f"{folder / 'statistics.json'}: not the mean and std of the training chunks; remove {folder} "
+                        "and run data.preprocess again")
+    return findings + strangers(folder, "chunk_*.npy", meta), len(chunks)
 
 
 def _processed_chunk(path, chunk, shape):
@@ -83,7 +99,7 @@ def _processed_chunk(path, chunk, shape):
     records = np.memmap(path, shape.frame(), "r", offset, (chunk["rows"], shape.frames))
     findings = [f"{path}: row {row}: {name}: NaN or infinite" for row, name in not_finite(records)]
     findings += [f"{path}: row {row}: {text}" for row, text in impossible(records)]
-    if not findings and file_hash(path) != chunk["sha256"]:
+    if file_hash(path) != chunk["sha256"]:
         findings.append(f"{path}: its SHA-256 is not that of metadata.json")
     return findings
 

@@ -151,3 +151,28 @@ def test_command_line(copy, tmp_path):
 
 def test_features_are_those_of_the_environment():
     assert [len(names) for names in FEATURES.values()] == [9, 4, 14, 16]
+
+
+def test_what_is_not_looked_at_is_not_called_right(copy):
+    """Chunks of a half-built folder, and some that belong to no data set, counted as "nothing wrong"."""
+    facts = check(copy)[1]
+    (graphs(copy) / "chunk_099.npy").write_text("x")
+    (copy / "raw" / "chunk_099_0.json").write_text("x")
+    assert [line.split(": ")[1] for line in checked(copy)] == ["metadata.json does not name it; remove it"] * 2
+    assert check(copy)[1] == facts
+    (graphs(copy) / "metadata.json").unlink()
+    assert "half built, not looked at" in check(copy)[1][1]
+
+
+def test_other_statistics_and_every_change_are_found(copy):
+    """Models normalise with statistics.json, which nothing protected; a NaN hid that the file had been changed."""
+    path = graphs(copy) / "statistics.json"
+    statistics = json.loads(path.read_text())
+    statistics["nodes"]["mean"][2] += 5
+    path.write_text(json.dumps(statistics))
+    assert len(checked(copy)) == 1 and str(path) in checked(copy)[0]
+    chunk = graphs(copy) / "chunk_001.npy"
+    array = np.load(chunk)
+    array["nodes"][3, 2, 1, 4] = np.nan
+    np.save(chunk, array)
+    assert "row 3" in checked(copy)[0] and "SHA-256" in checked(copy)[1]
