@@ -31,6 +31,12 @@ class Routes:
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junctions = {}  # {(edge, next edge): metres between them}
 
+    def left_alone(self, slot, lane):
+        """Whether commands to this slot, on this lane, are ignored: blue lights, drivers who overtake among the
+        oncoming traffic, and in users' networks who is on a junction, which others count on its leaving soon."""
+        road = self.road
+        return self.alone[slot] or road.oncoming[lane] or self.step and road.crosses[lane] and road.internal[lane]
+
     def follow(self, simulator, ids, routes, slots, fresh, icv):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
         habits of ICVs that are `fresh` [N] or sent another way, perhaps to a stop: only who is commanded matters."""

@@ -132,13 +132,13 @@ class TrafficEnv(gymnasium.Env):
         self._observe(out)
 
     def _commands(self, slots, accels, lanes, brakes):
-        """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, to
-        blue lights, where drivers overtake among the oncoming traffic: they count on the others' going on so."""
+        """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and to
+        whom `routes.left_alone` names: others count on their going on as they are."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
         for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
             slot = int(slot)
             if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
-                    or self.routes.alone[slot] or self.road.oncoming[self.lane_at[slot]]):
+                    or self.routes.left_alone(slot, self.lane_at[slot])):
                 continue
             seen.add(slot)
             name = self.slots.names[slot]

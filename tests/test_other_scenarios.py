@@ -93,7 +93,7 @@ def test_vehicle_with_a_stop_ahead_obeys(make, grid):
     for step in range(14):
         env.command(*only(env, np.flatnonzero(env.observation["icv"]), 2.0 if step < 5 else -1.0))
         speeds.append(env.simulator.client.vehicle.getSpeed("a"))
-    assert speeds[4] > 5 and max(speeds) < 17 and speeds[-1] < speeds[5] - 4
+    assert speeds[4] > 5 and max(speeds) < 17 and speeds[-1] < speeds[5] - 2  # it is on a junction meanwhile
 
 
 def test_parked_vehicle_drives_on_with_all_checks(make, grid):

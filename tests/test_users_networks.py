@@ -305,6 +305,16 @@ def test_long_steps_keep_sumos_check_everywhere(make, road, step, every):
     assert env.road.crosses.all() == every
 
 
+def test_who_is_on_a_junction_is_left_alone(make, grid):
+    """Told to brake there, an ICV was still in the way when the next one came, who had counted on its leaving."""
+    for scenario, ignored in ((grid(FLOWS), True), ("figure_eight", False)):
+        env = make(scenario=scenario, icv_share=1.0)
+        env.reset(seed=1)
+        crossing = np.flatnonzero(env.road.crosses & env.road.internal)
+        assert len(crossing) and all(bool(env.routes.left_alone(0, lane)) == ignored for lane in crossing)
+        assert not any(env.routes.left_alone(0, lane) for lane in np.flatnonzero(~env.road.internal))
+
+
 def test_who_is_teleported_while_commanded_gets_its_checks_back(make, road):
     """It was forgotten while it was on no lane, and drove on without SUMO's checks, beyond the speed limit, for up to
     400 steps."""
