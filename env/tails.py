@@ -14,6 +14,7 @@ def obstacles(traffic, came):
     `came` [N] is the last lane of each vehicle that was on another edge (-1 = unknown).
     """
     road, found = traffic.road, []
+    arriving = set(traffic.lane[traffic.routes[traffic.route_at + 1] < 0].tolist())  # who looks no further than its end
     for j in np.flatnonzero((traffic.rear[:-1] < 0) & (came >= 0)):
         lane, on = came[j], traffic.lane[j]
         inside = road.internal[on]
@@ -23,7 +24,8 @@ def obstacles(traffic, came):
             crossed = road.link_lane[lane, ways[0]]
             lane = crossed if road.internal[crossed] else lane
         # Others go where it does not: to another edge, or to another lane of the same.
-        elsewhere = road.forked[lane] or ((road.link_edge[lane] >= 0) & (road.link_edge[lane] != edge)).any()
+        elsewhere = (lane in arriving or road.forked[lane]
+                     or ((road.link_edge[lane] >= 0) & (road.link_edge[lane] != edge)).any())
         if len(ways) and (elsewhere or not inside and on not in road.link_lane[lane]):
             towards = edge if road.internal[lane] else road.lane_edge[lane]
             found.append((j, lane, road.lane_length[lane] + traffic.rear[j], towards))

@@ -22,6 +22,7 @@ from runtime.tracks import DamagedFile, load_tracks
 
 STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
+PAIRED = ("s_total", "arrived", "c_int")
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
           "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
           "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
@@ -106,7 +107,14 @@ def score_section(result):
     return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=1),
             pictures.intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
             f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
-            "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>"]
+            "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>",
+            *paired_table(result.get("paired") or {})]
+
+
+def paired_table(pairs):
+    """The policy against each rule on the same traffic, which says more than their means side by side."""
+    rows = [[pair, *(cell(gains.get(key)) for key in PAIRED)] for pair, gains in pairs.items()]
+    return [grid(["the same traffic, paired", *(SCORES[key] for key in PAIRED)], rows)] if rows else []
 
 
 def cell(value):

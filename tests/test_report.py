@@ -24,7 +24,7 @@ from runtime.metrics import VOCABULARY
 from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
 from runtime.report_traffic import COLOURS, shield_section
-from runtime.scores import save_scores
+from runtime.scores import differences, save_scores
 from runtime.tracks import DamagedFile, load_tracks, save_tracks
 
 CONTROLLERS = ["none", "random", "policy"]
@@ -53,7 +53,8 @@ def run(tmp_path_factory):
     rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], {"policy": build("small").eval()}, folder / "scenario", first)
     tracks = evaluate.watch(cfg, CONTROLLERS, 5, {"policy": build("small").eval()}, folder / "scenario", second)
     more = [{**rows[1], "controller": name} for name in ("follower_stopper", "lane_advice", "pi_saturation")]
-    save_scores(folder / "evaluation.json", "corridor", [5], [*rows[:2], *more, rows[2]], {}, evaluate.SHIELD_LOG, log)
+    rows = [*rows[:2], *more, rows[2]]
+    save_scores(folder / "evaluation.json", "corridor", [5], rows, differences(rows), evaluate.SHIELD_LOG, log)
     save_tracks(folder / "evaluation.tracks.npz", tracks, cfg.env.control_interval, 5)
     rows = [{**{name: 1.0 + epoch for name in VOCABULARY}, "phase": phase, "epoch": epoch, "env_steps": 9 * epoch}
             for phase in (1, 2, 3) for epoch in (1, 2, 3)]
@@ -63,6 +64,11 @@ def run(tmp_path_factory):
         "command": "coordinator.py a<b", "revision": "abc123", "steps": {"phase1": {"status": "done", "seconds": 3}}}))
     page = build_report(folder).read_text()
     return SimpleNamespace(folder=folder, page=page, said=said, tracks=folder / "evaluation.tracks.npz")
+
+
+def test_the_policy_is_compared_pair_by_pair(run):
+    """Only the console had it, and it is the comparison that counts."""
+    assert "the same traffic, paired" in run.page and "<td>policy - follower_stopper</td>" in run.page
 
 
 # ---- tracks ----------------------------------------------------------------------------------------------------
