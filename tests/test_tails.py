@@ -53,7 +53,7 @@ def test_who_stands_is_not_hidden_by_who_drives_past(speed, leader):
 
 @pytest.mark.parametrize("route", [0, 1])
 def test_who_arrives_at_a_lanes_end_sees_the_tail_there(route):
-    """Who drives on looks beyond the end; whose route ends there saw nobody, was told to accelerate, and hit the tail of
+    """Who drives on looks beyond the end; whose route ends there saw nobody, was told to accelerate and hit the tail of
     one who was turning slowly."""
     lanes = [(":J_0_0", 3, [("b_0", "")]), ("a_0", 100, [("b_0", ":J_0_0")]), ("b_0", 80, [])]
     both, routes = [("a_0", 88, 8, 5, route, 0), (":J_0_0", 1.5, 3, 5, 1, 0)], (("a",), ("a", "b"))
