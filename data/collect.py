@@ -79,7 +79,8 @@ def collect(cfg, report=print, meanwhile=lambda: None):
         try:
             check_scenario(of_scenario(cfg, name), folder / "scenario")
         except SumoError as error:
-            raise SumoError(f"data.scenarios={cfg.data.scenarios}: {error}") from None
+            named = "" if cfg.data.scenarios == ["same"] else f"data.scenarios={cfg.data.scenarios}: "
+            raise SumoError(f"{named}{error}") from None
     with only_writer(cfg.data.folder, report, meanwhile):
         check_settings(folder / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
         plan = episode_plan(cfg)

@@ -267,7 +267,7 @@ ELSEWHERE = [
     ("failed: {error}", "test_supervision.py"), ("failed: {answer}", "test_workers.py"),
     ("rollout worker {w} {trouble}", "test_workers.py"), ("has one already", "test_backends.py"),
     ("SUMO failed: {error}", "test_backends.py"), ("needs the package libsumo", "test_backends.py"),
-    ("scenario {env.env_cfg.scenario}", "test_pipeline.py"), ("data.scenarios={cfg.data.scenarios}", "test_data.py"),
+    ("scenario {env.env_cfg.scenario}", "test_pipeline.py"), ("{named}{error}", "test_data.py"),
     ("has become shorter", "test_dataset.py"), ("has vanished", "test_dataset.py"),
     ("sample {index}: {error}", "test_preprocess.py"),
     ("missing, damaged or half written", "test_preprocess.py"),
