@@ -94,7 +94,7 @@ def try_again(job, lost, restarts):
     lost[job] += 1
     if lost[job] > restarts:
         raise WorkerError(f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times (rollout.restarts="
-                          f"{restarts}); what SUMO said stands above")
+                          f"{restarts}); what SUMO said stands above; --seeds without that one scores the others")
     return job
 
 
