@@ -235,7 +235,7 @@ def settings(options):
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
         print(f"policy: {folder} (epoch {state.get('epoch')})\n{models['policy'].describe()}")
-        if "data" in (state.get("counters") or ()):
+        if "data" in (state.get("counters") or ()):  # phase 1 alone notes what it learned from
             print(f"NOTE: {folder} is a checkpoint of phase 1: its controller, and so the policy, is untrained")
     return configs, controllers, seeds, models
 

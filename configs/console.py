@@ -15,6 +15,11 @@ def live():
     return sys.stdout.isatty()
 
 
+def first_rank():
+    """Whether this is the rank that speaks; so is a process without ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def begin(what, done=0):
     """Start the clock of a step that stands at `done`."""
     _shown[0] = time.monotonic()
@@ -27,7 +32,7 @@ def progress(what, done, total, text="", always=True):
     the first speaks."""
     now = time.monotonic()
     start, first = _begun.setdefault(what, (now, done))
-    if os.environ.get("RANK", "0") != "0" or not always and now - _shown[0] < EVERY_S["terminal" if live() else "log"]:
+    if not first_rank() or not always and now - _shown[0] < EVERY_S["terminal" if live() else "log"]:
         return
     _shown[0], speed, left = now, "", ""
     if done > first and now > start:

@@ -217,7 +217,7 @@ def _suite_checks(c):
     wrong = [f"env.suite={c.env.suite}: the same element twice"] * (len(set(c.env.suite)) < len(c.env.suite))
     for text in c.env.suite:
         try:
-            if text != "same" and not (parts_of(text) and all(part.startswith(VARIED) for part in parts_of(text))):
+            if text != "same" and not ((parts := parts_of(text)) and all(part.startswith(VARIED) for part in parts)):
                 raise ConfigError(f"env.suite: {text!r}: expected parts that begin with {', '.join(VARIED)}; a value "
                                   "with spaces stands in quotes")
             variant(c, text, "env.suite")

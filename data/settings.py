@@ -11,7 +11,6 @@ from pathlib import Path
 from configs.files import file_hash, write_whole
 from data.layout import VERSION, DataError, read_json
 from env import graph
-from env.graph import EDGE, GLOBAL, NODE, SURROUND
 from env.scenarios import options_of, path_of
 
 # Keys of the section `data` that change how a data set is read, or only how graphs are built from raw samples.
@@ -31,8 +30,9 @@ def raw_settings(cfg):
     near = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     names = sorted(set(sum(scenarios_by_variant(cfg), [])))
     sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
-    return {"version": VERSION, "sumo": version("eclipse-sumo"), "features": [*NODE, *EDGE, *GLOBAL, *SURROUND],
-            "seed": traffic_seed(cfg), "env": env, "shield": cfg.shield.enabled, "scenario": sections,
+    return {"version": VERSION, "sumo": version("eclipse-sumo"), "seed": traffic_seed(cfg),
+            "features": [*graph.NODE, *graph.EDGE, *graph.GLOBAL, *graph.SURROUND],
+            "env": env, "shield": cfg.shield.enabled, "scenario": sections,
             "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": near,
             "data": {**data, "scenarios": scenarios(cfg)}}
 

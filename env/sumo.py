@@ -3,6 +3,7 @@
 Everything frequent is packed and decoded here in bulk (one message for all commands and the step, one for all
 readings); everything rare goes through the stock client `self.client`.
 """
+import signal
 import socket
 import struct
 import tempfile
@@ -111,8 +112,8 @@ class Sumo(Questions):
             self.client.simulation.getTime()  # SUMO answers `load` before it has opened the files
             self.client._socket.settimeout(self.call_timeout_s)
         except (TraCIException, FatalTraCIError, OSError, AttributeError) as error:
-            failure = self._failure(f"SUMO could not load {' '.join(arguments)}: {error}")
-            if self.died_of >= 0:
+            process, failure = self.process, self._failure(f"SUMO could not load {' '.join(arguments)}: {error}")
+            if process is None or process.returncode in (0, 1, -signal.SIGKILL):  # it refused, or froze and was killed
                 raise failure from None
             self._start(arguments)  # some crash on a network after another one, on which a new one does not
 
@@ -134,12 +135,11 @@ class Sumo(Questions):
 
     def _failure(self, what, kind=SumoError):
         """The exception for a broken process, with SUMO's own words; the process is gone afterwards."""
-        words, self.died_of = "", 0
+        words = ""
         if self.process is not None:
             try:  # a dying SUMO closes its socket before it exits
                 self.process.wait(1.0)
-                self.died_of = self.process.returncode
-                what += f" (exit code {self.died_of})"
+                what += f" (exit code {self.process.returncode})"
             except Exception:  # still running: frozen or only disconnected
                 pass
             self.stderr.seek(0)

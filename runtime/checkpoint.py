@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs.console import first_rank
 from configs.files import WriteError, file_hash, whole, write_whole
 
 FORMAT = 1
@@ -99,7 +100,7 @@ def load_step(step, device="cpu"):
         size, digest = (manifest["files"]["state.pt"][key] for key in ("bytes", "sha256"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{step / 'manifest.json'}: missing or damaged: {error}") from None
-    path, saved = step / "state.pt", manifest.get("versions")
+    path = step / "state.pt"
     if manifest.get("format") != FORMAT:
         raise CheckpointError(f"{step}: format {manifest.get('format')}, expected {FORMAT}: written by another version "
                               "of this program")
@@ -111,10 +112,11 @@ def load_step(step, device="cpu"):
         raise CheckpointError(f"{path}: refused: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: refused: holds a {type(state).__name__}, not the state of a run")
-    theirs = saved if isinstance(saved, dict) else versions()
-    other = [f"{name} {theirs.get(name)} (here {version(name)})" for name in ("torch", "eclipse-sumo")
-             if str(theirs.get(name)).partition("+")[0] != version(name).partition("+")[0]]
-    if other and os.environ.get("RANK", "0") == "0":
+    theirs = manifest.get("versions")
+    theirs = theirs if isinstance(theirs, dict) else {}
+    other = [f"{name} {theirs[name]} (here {version(name)})" for name in ("torch", "eclipse-sumo")
+             if name in theirs and str(theirs[name]).partition("+")[0] != version(name).partition("+")[0]]
+    if other and first_rank():
         print(f"NOTE: {step} was written with {', '.join(other)}: results may differ", flush=True)
     return state
 

@@ -18,19 +18,19 @@ from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.pictures import grid, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, own, shield_section, time_space, traffic_section
+from runtime.scores import PAIRED
 from runtime.tracks import DamagedFile, load_tracks
 
 STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
-PAIRED = ("s_total", "arrived", "c_int")
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
           "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
           "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
           "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
           "overflow": "vehicles without a slot, times steps",
           "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
-          "shield_clips": "commands weakened by the shield", "shield_vetoes":
-          "lane changes alone that it struck", "shield_emergencies": "emergency brakings of the shield"}
+          "shield_clips": "commands weakened by the shield", "shield_vetoes": "lane changes alone that it struck",
+          "shield_emergencies": "emergency brakings of the shield"}
 TILES = {"s_total": "S_total, against no control", "ocr_change": "change of vehicles arrived, %", "c_int": "C_int",
          "collisions": "collisions an episode"}
 CURVES = {1: {"Error of the predicted position": ("rmse_position", "rmse_position_cv"),

@@ -133,7 +133,7 @@ def test_what_decides_traffic_and_graphs_is_part_of_their_names(copy, monkeypatc
     before, folder = raw_settings(config(copy)), processed_folder(config(copy))
     assert raw_settings(config(copy, "shield.enabled=false")) != before
     monkeypatch.setattr(settings, "version", lambda name: "9.9.9")
-    monkeypatch.setattr(settings, "NODE", ("other",))
+    monkeypatch.setattr(settings.graph, "NODE", ("other",))
     after = raw_settings(config(copy))
     assert after["sumo"] == "9.9.9" and "other" in after["features"] and json.loads(json.dumps(before)) == before
     monkeypatch.setattr(settings.graph, "__file__", settings.__file__)
