@@ -41,16 +41,19 @@ COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "
                  "baselines.")  # they change no traffic without control
 
 
-def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=()):
+def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=(), given_up=None):
     """(rows, shield log) of all (controller, seed) pairs; "none" is always among them, as the pair of every other row.
-    A controller is a policy of `models`, {name: TrafficModel}, or a baseline. `known` rows are not simulated again."""
+    A controller is a policy of `models`, {name: TrafficModel}, or a baseline. `known` rows are not simulated again.
+    Seeds in the set `given_up`, and those that join it (see run_jobs), have no rows."""
     jobs = [(name, seed) for name in dict.fromkeys(["none", *controllers]) for seed in seeds]
     there = {(row["controller"], row["seed"]) for row in known}
     due = [job for job in jobs if job not in there]
     with make_pool(cfg, min(cfg.evaluate.workers, len(due)), 1, folder) as pool:
         drivers = {name: make_controller(cfg, name, models, pool.num_envs) for name, _ in due}
-        rows, log = run_jobs(pool, drivers, due, cfg.rollout.restarts, say)
-    return score([*known, *rows], jobs), log
+        rows, log = run_jobs(pool, drivers, due, cfg.rollout.restarts, say, given_up)
+    if given_up and given_up.issuperset(seeds):
+        raise WorkerError(f"seeds {sorted(given_up)}: none is left to score; what SUMO said stands above")
+    return score([*known, *rows], [job for job in jobs if job[1] not in (given_up or ())]), log
 
 
 def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
@@ -64,8 +67,9 @@ def watch(cfg, controllers, seed, models={}, folder=None, say=console.progress):
         return {name: driver.tracks for name, driver in drivers.items()}
 
 
-def run_jobs(pool, drivers, jobs, restarts, say=print):
-    """(rows, shield log) of the episodes `jobs`, (name of a driver, seed) each, as they end."""
+def run_jobs(pool, drivers, jobs, restarts, say=print, given_up=None):
+    """(rows, shield log) of the episodes `jobs`, (name of a driver, seed) each, as they end. The seed of one whose
+    simulator is lost every time joins the set `given_up`; without a set that is a WorkerError."""
     rows, waiting, running, audits, log, lost = [], jobs[::-1], {}, {}, [], Counter()
     console.begin("evaluate: episode")
     while waiting or running:
@@ -77,7 +81,7 @@ def run_jobs(pool, drivers, jobs, restarts, say=print):
                 say("evaluate: episode", len(rows), len(jobs),
                     f"{name} seed {seed}: {summary['arrived']} of {summary['loaded']} arrived")
             if env in running and pool.arrays["lost"][env]:
-                waiting.append(try_again(running.pop(env), lost, restarts))
+                waiting += try_again(running.pop(env), lost, restarts, given_up)
             if waiting and env not in running:
                 name, seed = running[env] = waiting.pop()
                 pool.reset([seed], [env])
@@ -89,13 +93,18 @@ def run_jobs(pool, drivers, jobs, restarts, say=print):
     return rows, sorted(log)
 
 
-def try_again(job, lost, restarts):
-    """The job whose simulator crashed or froze, unless that has happened too often: then WorkerError."""
+def try_again(job, lost, restarts, given_up=None):
+    """[job] whose simulator crashed or froze, unless that has happened too often: see run_jobs."""
     lost[job] += 1
-    if lost[job] > restarts:
-        raise WorkerError(f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times (rollout.restarts="
-                          f"{restarts}); what SUMO said stands above; --seeds without that one scores the others")
-    return job
+    if lost[job] <= restarts:
+        return [job]
+    trouble = (f"{job[0]} with seed {job[1]}: its simulator was lost {lost[job]} times (rollout.restarts={restarts}); "
+               "what SUMO said stands above")
+    if given_up is None:
+        raise WorkerError(f"{trouble}; other seeds may do")
+    given_up.add(job[1])
+    console.say(f"WARNING: {trouble}; this seed is left out, the others are scored")
+    return []
 
 
 def command(pool, env, controller, audit):
@@ -106,13 +115,14 @@ def command(pool, env, controller, audit):
     audit.add(commands)
 
 
-def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=(), of=""):
+def evaluate_suite(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=(), of="",
+                   given_up=None):
     """`evaluate` on each variant of env.suite in turn; of several, rows and lines of the log end with its name. `of`:
     what tells these scores from others."""
     rows, log = [], []
     for text, variant in zip(cfg.env.suite, cfg.variants()):
         mine, lines = evaluate(variant, controllers, seeds, models, folder, say,
-                               [row for row in known if row.get("variant", text) == text])
+                               [row for row in known if row.get("variant", text) == text], given_up)
         if len(cfg.env.suite) == 1:
             return mine, lines
         console.say("\n".join(["", text + of, table(summarise(mine)), *paired_lines(differences(mine)), ""]))
@@ -250,14 +260,8 @@ def main():
         check_scenario(cfg, folder)
     if options.animate or options.gui:
         return show(first, controllers[-1], seeds[0], models, folder, options)
-    rows, log, known, pairs = [], [], [], {}
-    for name, cfg in configs.items():
-        mine, lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known, of=name)
-        if same:
-            known = [row for row in mine if row["controller"] == "none"]
-        rows += [{**row, "controller": row["controller"] + name} for row in mine]
-        pairs.update(differences(mine, name))
-        log += [(line[0] + name, *line[1:]) for line in lines]
+    rows, log, pairs, given_up = score_all(configs, controllers, seeds, models, folder, same)
+    seeds = [seed for seed in seeds if seed not in given_up]
     scenario = scenarios_of(configs.values())
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
@@ -270,6 +274,26 @@ def main():
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
         save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
+    if given_up:
+        raise WorkerError(f"seeds {sorted(given_up)}: left out, because a simulator was lost every time (WARNINGS "
+                          "above); the scores are of the others")
+
+
+def score_all(configs, controllers, seeds, models, folder, same):
+    """(rows, shield log, `differences`, seeds given up) of all {what tells them apart: configuration}; with `same`
+    traffic without control in all."""
+    scored, rows, log, known, pairs, given_up = {}, [], [], [], {}, set()
+    for name, cfg in configs.items():
+        scored[name], lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known, of=name,
+                                             given_up=given_up)
+        if same:
+            known = [row for row in scored[name] if row["controller"] == "none"]
+        log += [(line[0] + name, *line[1:]) for line in lines]
+    for name, mine in scored.items():
+        mine = [row for row in mine if row["seed"] not in given_up]  # some by what came later
+        rows += [{**row, "controller": row["controller"] + name} for row in mine]
+        pairs.update(differences(mine, name))
+    return rows, [line for line in log if line[1] not in given_up], pairs, given_up
 
 
 def scenarios_of(configs):

@@ -243,11 +243,12 @@ CASES = [
      ["runs/x", "'control_interval': 0.5", "'control_interval': 1.0", "without --config"]),
     ("evaluated with {cfg.model", lambda t, m, r: other_model(m, "model.lane_room_m=2"),
      ["runs/x", "lane_room_m=2", "with 0", "without --config"]),
-    ("its simulator was lost", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
+    ("other seeds may do", lambda t, m, r: evaluate.try_again(("none", 7), {("none", 7): 3}, 3),
      ["none with seed 7", "4 times", "rollout.restarts=3", "SUMO said"]),
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
+    ("none is left to score", "test_supervision.py"), ("left out, because", "test_supervision.py"),
     ("not with these; all values", "test_evaluate.py"), ("expected different values", "test_evaluate.py"),
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),

@@ -13,8 +13,10 @@ import pytest
 import torch
 from test_workers import ROOT, command, equal, processes, snapshot
 
+import evaluate as evaluation
 from configs import Config
 from env.launch import SumoError
+from env.sumo import Sumo
 from env.traffic_env import make_env
 from env.worker import claim
 from env.workers import WorkerError, make_pool
@@ -217,6 +219,42 @@ def test_evaluation_repeats_an_episode_that_was_lost(cfg, scenarios):
             threading.Timer(0.02, lambda: [os.kill(pid, KILL) for pid in killed]).start()
     rows, _ = evaluate(cfg, ["none"], [5, 6], folder=scenarios, say=kill_once)
     assert killed and rows == expected
+
+
+def test_evaluation_goes_on_without_a_seed_whose_simulator_dies_every_time(cfg, scenarios, monkeypatch):
+    """It used to end the whole evaluation, and the finished rows were lost with it."""
+    cfg.evaluate.workers, cfg.rollout.restarts, given_up = 0, 1, set()  # in this process
+    expected, _ = evaluate(cfg, ["random"], [5], folder=scenarios, say=lambda *text: None)
+    step = Sumo.step
+
+    def dies(self, until, commands=()):
+        if until > 3 and "6" in self.process.args[self.process.args.index("--seed"):][:2]:
+            self.process.kill()
+        step(self, until, commands)
+    monkeypatch.setattr(Sumo, "step", dies)
+    monkeypatch.setattr(Sumo, "load", lambda self, arguments: (self.close(), self._start(arguments)))
+    rows, _ = evaluate(cfg, ["random"], [5, 6], folder=scenarios, say=lambda *text: None, given_up=given_up)
+    assert rows == expected and given_up == {6}
+    with pytest.raises(WorkerError, match="random with seed 6|none with seed 6"):
+        evaluate(cfg, ["random"], [5, 6], folder=scenarios, say=lambda *text: None)
+    with pytest.raises(WorkerError, match="none is left to score"):
+        evaluate(cfg, ["random"], [6], folder=scenarios, say=lambda *text: None, given_up=set())
+
+
+def test_what_could_be_scored_is_written_before_the_failure_is_told(tmp_path, monkeypatch):
+    run_jobs = evaluation.run_jobs
+
+    def gives_up_6(*arguments):
+        arguments[-1].add(6)
+        return run_jobs(*arguments)
+    monkeypatch.setattr(evaluation, "run_jobs", gives_up_6)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *f"""--config configs/smoke.yaml --controllers random --seeds 5,6
+        --out {tmp_path}/scores.json run.folder={tmp_path} env.suite=[same,driver.sigma=0.1]""".split()])
+    with pytest.raises(WorkerError, match=r"seeds \[6\]: left out"):
+        evaluation.main()
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores["seeds"] == [5] and [row["seed"] for row in scores["episodes"]] == [5] * 4
+    assert {line.split(",")[1] for line in (tmp_path / "scores.shield.csv").read_text().splitlines()[1:]} == {"5"}
 
 
 def test_training_survives_killed_simulators_and_workers(tmp_path):
