@@ -1,4 +1,6 @@
 """Whom evaluate.py scores: the policy, and the rules of env/baselines.py behind the same shield."""
+import math
+
 import numpy as np
 import torch
 
@@ -11,6 +13,8 @@ from models.safety_shield import CLIPPED, EMERGENCY, REASONS, SafetyShield
 from runtime.rollout import action_noise
 
 CONTROLLERS = (*BASELINES, "policy")
+# How long errors of the world model count, s; who is known for so long, s; of fewer errors nothing is said.
+SURPRISE_S, KNOWN_S, ENOUGH = 180.0, 20.0, 1000
 AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
 LANES = ("left", "keep", "right")
 SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
@@ -25,10 +29,11 @@ class PolicyController:
         model.controller.accel_limit, model.safety_shield.cfg = cfg.evaluate.accel_limit, cfg.shield
         self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
+        self.limit, self.interval, self.surprise = cfg.evaluate.surprise_limit, cfg.env.control_interval, {}
 
     def begin(self, env, seed):
         self.driver.forget(env)
-        self.rng[env] = np.random.default_rng(seed)
+        self.rng[env], self.surprise[env] = np.random.default_rng(seed), Surprise(self.interval)
 
     @torch.inference_mode()
     def act(self, observation, env):
@@ -36,7 +41,17 @@ class PolicyController:
         self.seen = seen = self.driver.perceive({name: value[None] for name, value in observation.items()}, [env])
         noise = action_noise([self.rng[env]], self.k, self.driver.max_vehicles) if self.sample else None
         choice = self.driver.choose(seen, noise, self.other_scores(observation, seen, env))
-        return {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
+        commands = {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
+        if self.limit and self.surprised(observation, seen, env):
+            commands["slot"][:], commands["reason"][:] = self.driver.max_vehicles, 0
+        self.surprise[env].tell(commands["slot"])
+        return commands
+
+    def surprised(self, observation, seen, env):
+        """Whether the world model has erred by more than `evaluate.surprise_limit`."""
+        speed = seen["observation"]["nodes"][..., SPEED]
+        predicted = self.driver.model.world_model.predict_next(seen["memory"], speed)[0, :, 1]
+        return self.surprise[env].look(observation, predicted.numpy()) > self.limit
 
     def other_scores(self, observation, seen, env):
         """Scores of the candidates [1, C] that replace the learned ones; None = learned."""
@@ -50,6 +65,33 @@ class PolicyController:
     def scores(self):
         """Influence of every ICV in the last observation, as an array."""
         return self.driver.model.controller.influence(self.seen["candidates"])[self.seen["valid"]].numpy()
+
+
+class Surprise:
+    """How far the world model misjudges the traffic of an episode: do these vehicles drive as those of its training?"""
+
+    def __init__(self, interval):
+        self.interval, self.keep, self.expected = interval, math.exp(-interval / SURPRISE_S), np.zeros(0)
+        self.total = self.count = self.age = self.worst = 0.0
+
+    def look(self, observation, predicted):
+        """The worst so far of this: the median error of the speeds predicted a control step before, m/s, in the mean of
+        late. Of vehicles that the memory has known for a while; a median, because a few have to evade whom we command.
+        `predicted` [slots in use] are the speeds of the next step."""
+        n, stays = len(self.expected), (observation["mask"] > 0) & (observation["fresh"] == 0)
+        self.age = np.where(stays, self.age + self.interval, 0.0)
+        judged = (self.age[:n] > KNOWN_S) & np.isfinite(self.expected)
+        errors = np.abs(self.expected - observation["nodes"][:n, SPEED])[judged]
+        self.count = self.keep * self.count + len(errors)
+        self.total = self.keep * self.total + len(errors) * (float(np.median(errors)) if len(errors) else 0.0)
+        self.expected = predicted.copy()
+        if self.count > ENOUGH:
+            self.worst = max(self.worst, self.total / self.count)
+        return self.worst
+
+    def tell(self, slots):
+        """What the vehicles in these slots do now was commanded: nobody could foresee it."""
+        self.expected[slots[slots < len(self.expected)]] = np.nan
 
 
 class BaselineController:

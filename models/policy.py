@@ -122,7 +122,7 @@ class Driver:
                                            obs["mask"], obs["icv"])
         for name in ("candidates", "scene"):  # decide on what is stored: the first PPO ratio is then exactly 1
             features[name] = features[name].half().float()
-        return {**features, "embedding": embedding, "before": before, "observation": obs}
+        return {**features, "embedding": embedding, "memory": memory, "before": before, "observation": obs}
 
     @torch.inference_mode()
     def decide(self, seen, noise=None):

@@ -1,6 +1,7 @@
 """evaluate.py: statistics against known values, the lists of seeds, the shield's log, and whom the policy commands."""
 import copy
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -8,9 +9,9 @@ import torch
 
 import evaluate
 from configs import ConfigError, load_config
-from env.baselines import mean_speed_ahead
+from env.baselines import SPEED, mean_speed_ahead
 from env.workers import make_pool
-from controllers import AHEAD, LANES, Audit, PolicyController
+from controllers import AHEAD, ENOUGH, KNOWN_S, LANES, SURPRISE_S, Audit, PolicyController, Surprise
 from evaluate import parse_seeds, sweep
 from models.safety_shield import CLIPPED, EMERGENCY, LANE_VETO, NONE, RISK
 from runtime.scores import differences, doubts, mean_ci, paired_lines, student_t, summarise
@@ -194,3 +195,38 @@ def test_sweep_names_its_rows_and_wants_different_values():
     assert sweep(None) == {"": []}
     assert sweep("env.icv_share=0.1,0.5") == {" icv_share=0.1": ["env.icv_share=0.1"],
                                               " icv_share=0.5": ["env.icv_share=0.5"]}
+
+
+def test_surprise_is_the_median_error_of_the_speeds_that_were_expected():
+    """Against a loop over vehicles: newcomers, who has left and who was commanded do not count; the worst stays."""
+    rng, surprise, total, count, before, said, age = np.random.default_rng(0), Surprise(2.0), 0.0, 0.0, None, [], {}
+    for step in range(120):
+        speed, mask, fresh = rng.uniform(0, 30, 60), rng.random(60) < 0.99, rng.random(60) < 0.02
+        nodes = np.zeros((60, 9), np.float16)
+        nodes[:, SPEED] = speed / (1 if step < 60 else 10)  # the second half is judged better
+        expected, told = rng.uniform(0, 3, rng.integers(40, 61)).astype(np.float32), rng.integers(0, 70, 5)
+        age = {i: age.get(i, 0) + 2 for i in range(60) if mask[i] and not fresh[i]}
+        errors = [abs(before[0][i] - float(nodes[i, SPEED])) for i in range(len(before[0]))
+                  if age.get(i, 0) > KNOWN_S and i not in before[1]] if before else []
+        keep = math.exp(-2 / SURPRISE_S)
+        count = keep * count + len(errors)
+        total = keep * total + len(errors) * (statistics.median(errors) if errors else 0)
+        said.append((surprise.look({"nodes": nodes, "mask": mask, "fresh": fresh}, expected),
+                     total / count if count > ENOUGH else 0.0))
+        assert said[-1][0] == pytest.approx(max(now for _, now in said), rel=1e-3)
+        surprise.tell(told)
+        before = expected, told
+    assert said[0][0] == 0 and said[-1][0] > 1.1 * said[-1][1] > 0
+
+
+@pytest.mark.parametrize("limit, commands", [(0.0, True), (1e-6, False), (1e3, True)])
+def test_who_is_surprised_commands_nobody(limit, commands, small, jam):
+    small, (cfg, observation) = copy.deepcopy(small), copy.deepcopy(jam)
+    command_all(small)
+    cfg.evaluate.surprise_limit = limit
+    controller = PolicyController(cfg, small, 1)
+    controller.begin(0, 1)
+    acts = [controller.act({**observation, "fresh": observation["fresh"] * 0}, 0) for _ in range(150)]
+    sent = [bool((act["slot"] < cfg.env.max_vehicles).any()) for act in acts]
+    assert sent[0] and sent[-1] == commands
+    assert commands or not acts[-1]["reason"].any()

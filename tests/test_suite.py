@@ -166,8 +166,8 @@ def test_horizon_of_training_is_said_to_be_none_of_the_score(monkeypatch, capsys
 
 @pytest.mark.parametrize("changed", ["env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512",
                                      "evaluate.selection=jam", "evaluate.sample=true", "evaluate.accel_limit=1",
-                                     "evaluate.leave_below=5", "evaluate.c_int_cap=0.1", "shield.enabled=false",
-                                     "baselines.tuned.gain=0"])
+                                     "evaluate.leave_below=5", "evaluate.surprise_limit=0.1", "evaluate.c_int_cap=0.1",
+                                     "shield.enabled=false", "baselines.tuned.gain=0"])
 def test_sweeps_that_simulate_the_traffic_without_control_once(changed, scenarios):
     """All that COMMANDS_ONLY names; whatever they are, nobody who is not commanded notices."""
     assert changed.startswith(evaluate.COMMANDS_ONLY)
