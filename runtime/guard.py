@@ -53,40 +53,26 @@ def table(processes, largest=5):
     return "\n".join([*lines, f"  largest: {top}"])
 
 
-class Gpu:
-    """What this learner holds of its GPU."""
-
-    def __init__(self, device, fraction):
-        self.device = device
-        if fraction:
-            torch.cuda.set_per_process_memory_fraction(fraction, device)
-
-    def reserved_gb(self):
-        """What PyTorch keeps of the GPU, GB."""
-        return torch.cuda.memory_reserved(self.device) / 2 ** 30
-
-    def empty_cache(self):
-        """Give back what no tensor uses."""
-        torch.cuda.empty_cache()
-
-    def facts(self):
-        """For the metrics; the peak is that since the last call."""
-        names = ("memory_allocated", "memory_reserved", "max_memory_allocated")
-        found = [getattr(torch.cuda, name)(self.device) / 2 ** 20 for name in names]
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return dict(zip(("gpu_allocated_mb", "gpu_reserved_mb", "gpu_peak_mb"), found))
+def gpu_facts(device):
+    """What this learner holds of its GPU, for the metrics; the peak is that since the last call."""
+    names = ("memory_allocated", "memory_reserved", "max_memory_allocated")
+    found = [getattr(torch.cuda, name)(device) / 2 ** 20 for name in names]
+    torch.cuda.reset_peak_memory_stats(device)
+    return dict(zip(("gpu_allocated_mb", "gpu_reserved_mb", "gpu_peak_mb"), found))
 
 
 class MemoryGuard(Sampler):
-    """See above. Functions in `caches` are called to drop what can be read again; `gpu` is a Gpu or the like."""
+    """See above. Functions in `caches` are called to drop what can be read again."""
 
-    def __init__(self, cfg, team, stop, gpu=None):
+    def __init__(self, cfg, team, stop):
         super().__init__(cfg.memory.every_s)
         m = self.settings = cfg.memory
         self.team, self.stop, self.root, self.caches = team, stop, tree_root(), []
         self.level = self.worst = self.exit_code = 0  # worst: since the last question
         self.fewer_workers, self.may_split = False, not cfg.ddp.static_graph
-        self.gpu = gpu or (Gpu(team.device, m.gpu_fraction) if team.device.type == "cuda" else None)
+        self.gpu = team.device if team.device.type == "cuda" else None
+        if self.gpu and m.gpu_fraction:
+            torch.cuda.set_per_process_memory_fraction(m.gpu_fraction, self.gpu)
         self.gpu_pause, self.memory, self.table = 0.0, {}, ""
         self.lock = threading.Lock()
         if team.local_rank == 0:
@@ -115,7 +101,7 @@ class MemoryGuard(Sampler):
     def must_stop(self):
         """Whether all ranks save and leave now; all call it at the same step. Takes the smaller measures itself."""
         worst, self.worst = self.worst, 0  # without a new sample there is nothing new to do
-        if self.gpu is not None:
+        if self.gpu:
             self._mind_gpu()
         asked, soft, high, hard = (count > 0 for count in self.team.all_sum(
             [self.stop.asked, worst >= 1, worst >= 2, worst >= 3]))
@@ -136,13 +122,13 @@ class MemoryGuard(Sampler):
 
     def _mind_gpu(self):
         """Empty the cache above the first threshold, cut micro-batches in two above the second; then wait and see."""
-        m, reserved = self.settings, self.gpu.reserved_gb()
+        m, reserved = self.settings, torch.cuda.memory_reserved(self.gpu) / 2 ** 30  # GB that PyTorch keeps
         if reserved <= m.gpu_soft_gb or time.monotonic() < self.gpu_pause:
             return
         self.gpu_pause = time.monotonic() + m.every_s
         if reserved > m.gpu_hard_gb and self.may_split and m.split < MOST_PARTS:
             m.split *= 2  # whoever learns reads it there
-        self.gpu.empty_cache()
+        torch.cuda.empty_cache()
         print(f"rank {self.team.rank}: {reserved:.1f} GB of GPU memory reserved: cache emptied, micro-batches in "
               f"{m.split} parts", flush=True)
 
@@ -150,7 +136,7 @@ class MemoryGuard(Sampler):
         """Memory for the metrics, now."""
         if self.team.local_rank == 0:
             self.sample()
-        return {**self.memory, **(self.gpu.facts() if self.gpu is not None else {})}
+        return {**self.memory, **(gpu_facts(self.gpu) if self.gpu else {})}
 
     def leave(self, where):
         """Last words of a phase that stopped early; returns its exit code."""

@@ -48,17 +48,17 @@ def test_levels_rise_at_a_mark_and_fall_below_it():
 
 @pytest.fixture
 def guarded(monkeypatch):
-    """guarded(shares, **more) -> (guard, stop): each sample finds the next share of the limit."""
+    """guarded(shares, cfg) -> (guard, stop): each sample finds the next share of the limit."""
     monkeypatch.setattr(MemoryGuard, "start", lambda self: None)  # the test samples
 
-    def build(shares=(), cfg=None, **more):
+    def build(shares=(), cfg=None):
         shares, stop = iter(shares), SimpleNamespace(asked=False, used=[])
 
         def measured(used, most):
             stop.used.append(used)
             return next(shares), used, most, "a limit"
         monkeypatch.setattr(guard_module, "tightest", measured)
-        return MemoryGuard(cfg or Config(), ALONE, stop, **more), stop
+        return MemoryGuard(cfg or Config(), ALONE, stop), stop
     return build
 
 
@@ -214,37 +214,23 @@ def test_environments_in_this_process_are_not_given_up(pool_of):
 
 # ---- GPU memory, smaller micro-batches -----------------------------------------------------------------------------
 
-class FakeGpu:
-    """Reserves what the test says, and remembers when it was told to empty the cache."""
-
-    def __init__(self, readings):
-        self.readings, self.emptied = iter(readings), []
-
-    def reserved_gb(self):
-        self.now = next(self.readings)
-        return self.now
-
-    def empty_cache(self):
-        self.emptied.append(self.now)
-
-    def facts(self):
-        return {"gpu_peak_mb": 1.0}
-
-
 @pytest.mark.parametrize("static, expected", [(False, [1, 1, 1, 1, 2, 2, 4]), (True, [1] * 7)])
 def test_gpu_memory_empties_the_cache_then_cuts_micro_batches(guarded, monkeypatch, static, expected):
     """After each measure the guard waits until it can have had an effect. PyTorch loses gradients when several
     micro-batches meet ddp.static_graph."""
     cfg, clock, parts = Config(), iter([100, 101, 102, 110, 120, 121, 130]), []
     cfg.ddp.static_graph = static
-    gpu = FakeGpu([19.0, 20.5, 20.6, 20.7, 21.5, 21.5, 22.0])
-    guard, _ = guarded(cfg=cfg, gpu=gpu)
+    readings, seen, emptied = iter([19.0, 20.5, 20.6, 20.7, 21.5, 21.5, 22.0]), [], []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: seen.append(next(readings)) or seen[-1] * 2 ** 30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(seen[-1]))
+    guard, _ = guarded(cfg=cfg)
+    guard.gpu = torch.device("cuda")
     for _ in range(7):
         now = next(clock)
         monkeypatch.setattr(guard_module.time, "monotonic", lambda: now)
         assert not guard.must_stop()
         parts.append(cfg.memory.split)
-    assert parts == expected and gpu.emptied == [20.5, 20.7, 21.5, 22.0]
+    assert parts == expected and emptied == [20.5, 20.7, 21.5, 22.0]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 64])
