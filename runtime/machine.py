@@ -25,6 +25,11 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
+def judged(fine, what, found, remedy):
+    """OK where this is fine, else a warning that says what to do."""
+    return Finding(OK, what, found) if fine else Finding(WARN, what, found, remedy)
+
+
 def installed(names):
     """{name: version, None = not installed} of Python packages."""
     versions = {}
@@ -140,16 +145,11 @@ def memory(gb, wsl):
     more = WSLCONFIG if wsl else "close other programs"
     if gb["available"] < 2:
         yield Finding(FAIL, "memory", found, f"the smallest runs need 2 GB: {more}")
-    elif gb["available"] < 12:
-        yield Finding(WARN, "memory", found, f"12 GB are planned for: {more}; or --config configs/low_memory.yaml "
-                      "(8 GB) or configs/quick.yaml (2 GB)")
     else:
-        yield Finding(OK, "memory", found)
-    if gb["swap"] < 1:
-        yield Finding(WARN, "swap", f"{gb['swap']:.1f} GB: a short peak ends the run", WSLCONFIG if wsl else
-                      "fallocate -l 8G /swapfile; chmod 600 /swapfile; mkswap /swapfile; swapon /swapfile")
-    else:
-        yield Finding(OK, "swap", f"{gb['swap']:.1f} GB")
+        yield judged(gb["available"] >= 12, "memory", found, f"12 GB are planned for: {more}; or --config "
+                     "configs/low_memory.yaml (8 GB) or configs/quick.yaml (2 GB)")
+    yield judged(gb["swap"] >= 1, "swap", f"{gb['swap']:.1f} GB", "a short peak ends the run: " + (
+        WSLCONFIG if wsl else "fallocate -l 8G /swapfile; chmod 600 /swapfile; mkswap /swapfile; swapon /swapfile"))
 
 
 def space(path, need_gb, what, remedy, free=None):
@@ -159,15 +159,13 @@ def space(path, need_gb, what, remedy, free=None):
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         return Finding(WARN, what, f"{place} is no folder that can be written to", f"name another {what}")
     gb = (shutil.disk_usage(place).free if free is None else free) / 2**30
-    found = f"{gb:.1f} GB free in {place}"
-    return Finding(OK, what, found) if gb >= need_gb else Finding(WARN, what, found, remedy)
+    return judged(gb >= need_gb, what, f"{gb:.1f} GB free in {place}", remedy)
 
 
 def open_files(limit=None):
     """Finding on the limit of open files, by default this process's."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    found = f"{limit} at once"
-    return Finding(OK, "open files", found) if limit >= 1024 else Finding(WARN, "open files", found, "ulimit -n 65536")
+    return judged(limit >= 1024, "open files", f"{limit} at once", "ulimit -n 65536")
 
 
 def wsl2(release=None):
@@ -185,8 +183,5 @@ def wsl2(release=None):
 def processors(load=None):
     """Finding on processors and the machine's load, by default the present one."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0] if load is None else load
-    found = f"{cores}, load {load:.1f}"
-    if load > 0.5 * cores:
-        return Finding(WARN, "processors", found, "others compute here too: what is measured below is too slow; wait "
-                       "or stop them (`top`)")
-    return Finding(OK, "processors", found)
+    return judged(load <= 0.5 * cores, "processors", f"{cores}, load {load:.1f}", "others compute here too: what is "
+                  "measured below is too slow; wait or stop them (`top`)")
