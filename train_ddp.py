@@ -135,12 +135,9 @@ def phase1(cfg, team, guard):
         facts = validate(cfg, team, module, held_out, stage)
         c["epoch"], c["samples"] = c["epoch"] + 1, 0
         reduce_on_plateau(c, stage, facts["loss_held_out"], p)
-        best, bar = stage == 2 and facts["loss_held_out"] < c["best"], c["best"]
-        c["best"] = facts["loss_held_out"] if best else bar
         metrics.record(c["epoch"], p.epochs, stage=stage, **log, **facts, updates=c["updates"],
                        **guard.facts(), time_learn=time.perf_counter() - start)
-        progress.save(best, may_fail=c["epoch"] < p.epochs)
-        c["best"] = bar if progress.failures else c["best"]
+        progress.save(facts["loss_held_out"] if stage == 2 else math.inf, may_fail=c["epoch"] < p.epochs)
     team.say(f"phase 1 finished: {folder / 'phase1'}")
 
 
@@ -245,7 +242,7 @@ def phase3(cfg, team, guard):
             fewer = spare and guard.give_up_worker(pool)
             boundary = asked or fewer or c["epoch"] == p.epochs or c["epoch"] % p.checkpoint_every == 0
             if boundary:
-                progress.save(best=True, may_fail=c["epoch"] < p.epochs and not asked)
+                progress.save(-c["epoch"], may_fail=c["epoch"] < p.epochs and not asked)  # the last is the best
             if asked and c["epoch"] < p.epochs:
                 return guard.leave(f"after epoch {c['epoch']}")
     team.say(f"phase 3 finished: {folder / 'phase3'}")

@@ -88,10 +88,8 @@ def phase2(cfg, team, guard):
             boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, taught)
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
-                best, bar = not ruled and summary["reward"] > -c["best"], c["best"]  # the lowest of -reward
-                c["best"] = -summary["reward"] if best else bar
-                progress.save(best, may_fail=c["epoch"] < p.iterations and not asked)
-                c["best"] = bar if progress.failures else c["best"]
+                value = math.inf if ruled else -summary["reward"]  # the highest reward of the policy's is the best
+                progress.save(value, may_fail=c["epoch"] < p.iterations and not asked)
                 kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")

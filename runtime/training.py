@@ -147,11 +147,15 @@ class Progress:
                       f"{told}, and nothing is learned from these: no epoch is left; raise phase1.epochs, or name "
                       "another run.name")
 
-    def save(self, best=False, may_fail=False):
-        """All ranks call this at the same step; the first writes. With `may_fail` a full disk is a warning, as long as
-        it is not the third one in a row, counted in `failures`; otherwise it is a SaveError on all ranks."""
-        error = self._write(best)
+    def save(self, value=math.inf, may_fail=False):
+        """All ranks call this at the same step; the first writes. The checkpoint is the best one when its `value` is
+        lower than that of any before. With `may_fail` a full disk is a warning, as long as it is not the third one in a
+        row, counted in `failures`; otherwise it is a SaveError on all ranks."""
+        c, bar = self.counters, self.counters["best"]
+        c["best"] = value if value < bar else bar
+        error = self._write(value < bar)
         self.failures = self.failures + 1 if self.team.any(error is not None) else 0  # waits for the first rank
+        c["best"] = bar if self.failures else c["best"]
         if self.failures and (not may_fail or self.failures == self.patience):
             raise error or checkpoint.SaveError("the first rank could not save")
         if error:
