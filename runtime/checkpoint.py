@@ -67,7 +67,7 @@ def save(folder, step, state, keep_last=3, best=False):
     return final
 
 
-def load(folder, which="latest", device="cpu"):
+def load(folder, which="latest"):
     """The state of the newest complete checkpoint ("latest") or of "best"; None when the folder holds no checkpoint.
 
     A damaged one is named on standard output and the one before it is used; CheckpointError when all are damaged.
@@ -85,7 +85,7 @@ def load(folder, which="latest", device="cpu"):
     damages = []
     for step in steps:
         try:
-            return load_step(step, device)
+            return load_step(step)
         except CheckpointError as error:
             damages.append(str(error))
             print(f"DAMAGED CHECKPOINT: {error}; trying the one before it", flush=True)
@@ -93,7 +93,7 @@ def load(folder, which="latest", device="cpu"):
                           + "\n  ".join(damages))
 
 
-def load_step(step, device="cpu"):
+def load_step(step):
     """The state of one checkpoint folder; CheckpointError names the file that is missing, damaged or refused."""
     try:
         manifest = json.loads((step / "manifest.json").read_bytes())
@@ -107,7 +107,7 @@ def load_step(step, device="cpu"):
     if not path.exists() or path.stat().st_size != size or file_hash(path) != digest:
         raise CheckpointError(f"{path}: size or SHA-256 differs from the manifest; take another step folder")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a hostile or foreign file
         raise CheckpointError(f"{path}: refused: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(state, dict):
@@ -158,7 +158,7 @@ def random_state(device):
 
 def restore_random_state(state, device):
     """Undo of `random_state`."""
-    random.setstate(_tuples(state["python"]))
+    random.setstate(state["python"])
     torch.set_rng_state(state["torch"].cpu())
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -169,10 +169,6 @@ def restore_random_state(state, device):
 def versions():
     """Versions that decide whether results can be compared."""
     return {name: version(name) for name in ("torch", "numpy", "eclipse-sumo", "traci")}
-
-
-def _tuples(value):
-    return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 
 def _put_back(folder):
@@ -195,10 +191,7 @@ def _best(folder, steps):
     path = folder / "best"
     if not path.exists():
         return None
-    try:
-        named = path.read_text(errors="replace").strip()
-    except OSError as error:
-        named = error.strerror
+    named = path.read_text(errors="replace").strip() if path.is_file() else "no file"
     if (step := folder / named) in steps:
         return step
     print(f"DAMAGED CHECKPOINT: {path}: names no checkpoint there ({named[:40]!r}); the newest is used", flush=True)
