@@ -8,6 +8,7 @@
 Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
 """
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -179,21 +180,17 @@ def steps_to_run(options, state, folder):
         for step in STEPS[first:]:
             state["steps"].pop(step, None)
             set_aside(folder / step)
-    todo = []
-    for step in STEPS:  # whatever follows a repeated step is repeated too
-        if todo or state["steps"].get(step, {}).get("status") != "done":
-            todo.append(step)
-    return todo
+    # Whatever follows a repeated step is repeated too.
+    return list(itertools.dropwhile(lambda step: state["steps"].get(step, {}).get("status") == "done", STEPS))
 
 
 def set_aside(path):
     """Rename an old phase folder, so that the phase starts again and nothing is lost."""
     if path.is_dir():
-        number = 1
-        while path.with_name(f"{path.name}.old{number}").exists():
-            number += 1
-        path.rename(path.with_name(f"{path.name}.old{number}"))
-        print(f"kept the old {path} as {path.name}.old{number}")
+        names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
+        old = next(name for name in names if not name.exists())
+        path.rename(old)
+        print(f"kept the old {path} as {old.name}")
 
 
 def save_state(folder, state):
