@@ -32,7 +32,10 @@ class Rows:
         """Copy `rows` [m, ...] to the end; returns the number of the first."""
         begin, self.used = self.used, self.used + len(rows)
         if self.bytes > len(self.map):
-            self._grow(max(self.bytes + STEP, len(self.map) * 3 // 2))
+            size = max(self.bytes + STEP, len(self.map) * 3 // 2)
+            if self.file is not None:
+                self._reserve(size)
+            self.map.resize(size)  # moves pages, not bytes
         self.array()[begin:] = rows
         return begin
 
@@ -42,23 +45,18 @@ class Rows:
 
     def spill(self, folder):
         """Move to a file in `folder` that has no name, so that nothing is left of it however this process ends."""
-        self.file, memory = tempfile.TemporaryFile(dir=folder), self.map
-        self._reserve(len(memory), folder)
-        self.map, self.folder = mmap.mmap(self.file.fileno(), len(memory)), folder
+        self.file, self.folder, memory = tempfile.TemporaryFile(dir=folder), folder, self.map
+        self._reserve(len(memory))
+        self.map = mmap.mmap(self.file.fileno(), len(memory))
         np.frombuffer(self.map, np.uint8)[:] = np.frombuffer(memory, np.uint8)
 
-    def _grow(self, size):
-        if self.file is not None:
-            self._reserve(size, self.folder)
-        self.map.resize(size)  # moves pages, not bytes
-
-    def _reserve(self, size, folder):
+    def _reserve(self, size):
         """Claim the blocks now: writing to a map of a full disk would kill the process without a word."""
         try:
             os.posix_fallocate(self.file.fileno(), 0, size)
         except OSError as error:
-            raise SpillError(f"{folder}: no room to spill a rollout (a table of {size >> 20} MB): {error.strerror}; "
-                             "free some space, or raise or switch off phase2.spill_mb") from None
+            raise SpillError(f"{self.folder}: no room to spill a rollout (a table of {size >> 20} MB): "
+                             f"{error.strerror}; free some space, or raise or switch off phase2.spill_mb") from None
 
 
 class Rollout:
@@ -89,21 +87,16 @@ class Rollout:
             first = self.tables[name].append(value[:, :kept.shape[1]][kept])
             self.begin[name][t, envs] = first + counts.cumsum() - counts
             self.count[name][t, envs] = counts
-        if self.limit and not self.spilled and sum(table.bytes for table in self.tables.values()) > self.limit:
-            self._spill()
+        self.spilled |= 0 < self.limit < sum(table.bytes for table in self.tables.values())
+        for table in self.tables.values():
+            if self.spilled and table.file is None:
+                table.spill(self.folder)
 
     def _new_table(self, name, value):
         table = self.tables[name] = Rows(value.shape[2:], value.dtype)
         table.append(np.zeros((1, *value.shape[2:]), value.dtype))  # row 0 is nobody's: what padding reads
         self.begin[name] = np.full((self.steps, self.envs), -1)
         self.count[name] = np.zeros((self.steps, self.envs), int)
-        if self.spilled:
-            table.spill(self.folder)
-
-    def _spill(self):
-        self.spilled = True
-        for table in self.tables.values():
-            table.spill(self.folder)
 
     def __getitem__(self, name):
         if name in self.fixed:
