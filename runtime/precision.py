@@ -37,6 +37,7 @@ class HysteresisScaler(torch.amp.GradScaler):
     An overflow skips the optimiser step in any case. `agree(flag)` makes the ranks see the same overflows. An optimiser
     step waits for the device once, in `step`: the scale is known here as a number too.
     """
+    COUNTERS = ("overflows_in_row", "overflows", "steps_since_growth")
 
     def __init__(self, device, amp, enabled, agree=bool):
         super().__init__(device, init_scale=amp.init_scale, growth_factor=amp.growth_factor,
@@ -86,17 +87,14 @@ class HysteresisScaler(torch.amp.GradScaler):
 
     def state_dict(self):
         """PyTorch's state and our counters."""
-        return {**super().state_dict(), "overflows_in_row": self.overflows_in_row, "overflows": self.overflows,
-                "steps_since_growth": self.steps_since_growth}
+        return {**super().state_dict(), **{name: getattr(self, name) for name in self.COUNTERS}}
 
     def load_state_dict(self, state):
         """Adopt what `state_dict` gave."""
-        own = ("overflows_in_row", "overflows", "steps_since_growth")
-        scale = {name: value for name, value in state.items() if name not in own}
-        if scale:  # empty when saved with scaling off: start from init_scale
-            super().load_state_dict(scale)
-            self.number = scale["scale"]
-        self.__dict__.update({name: state[name] for name in own if name in state})
+        if "scale" in state:  # not when saved with scaling off: start from init_scale
+            super().load_state_dict(state)
+            self.number = state["scale"]
+        self.__dict__.update({name: state[name] for name in self.COUNTERS if name in state})
 
 
 class Precision:
