@@ -85,6 +85,7 @@ def place(key, folder):
 def measure(cfg, tell):
     """The machine's Speed, measured with the program's own parts; a line of text for each to `tell`."""
     import torch
+    from env.workers import make_pool
     from models.losses import WorldModelLoss
     from models.policy import Driver, TrafficModel
     from runtime.batch_size import random_batch
@@ -100,18 +101,19 @@ def measure(cfg, tell):
     torch.set_num_threads(threads_per_process(cfg.run.threads, ranks, cfg.rollout.num_workers))
     team, model = Team(0, 1, 0, 1, device), TrafficModel(cfg).to(device)
     autocast = Precision(cfg.phase2.amp, device).autocast
-    with tempfile.TemporaryDirectory() as folder:
-        simulate, pools = simulation(cfg, max(cores - max(gpus, 1), 1), folder)
-        with pools as pool:
-            tell(f"simulate   {1 / simulate(1):.0f} control steps/s by one worker, {1 / simulate(pool.num_envs):.0f} "
-                 f"each by {pool.num_envs} at once ({pool.arrays['mask'][0].sum()} vehicles)")
-            few, many = ((n, inference(Driver(model, n, cfg.env.max_vehicles, device, autocast=autocast), pool))
-                         for n in (1, 8))
-            infer = Line.through(*few, *many)
-            score = inference(Driver(copy.deepcopy(model).cpu(), 1, cfg.env.max_vehicles), pool) if gpus else few[1]
-            tell(f"infer      {1000 * infer(1):.1f} ms for one environment, {1000 * infer(8):.1f} ms for eight "
-                 f"({device.type})")
-            later = learning_lines(cfg, team, model, pool, autocast)
+    with tempfile.TemporaryDirectory() as folder, make_pool(cfg, max(cores - max(gpus, 1), 1), 1, folder) as pool:
+        pool.arrays["slot"][:] = cfg.env.max_vehicles  # nobody is commanded
+        pool.reset(range(1, pool.num_envs + 1))
+        simulate = simulation(pool)
+        tell(f"simulate   {1 / simulate(1):.0f} control steps/s by one worker, {1 / simulate(pool.num_envs):.0f} "
+             f"each by {pool.num_envs} at once ({pool.arrays['mask'][0].sum()} vehicles)")
+        few, many = ((n, inference(Driver(model, n, cfg.env.max_vehicles, device, autocast=autocast), pool))
+                     for n in (1, 8))
+        infer = Line.through(*few, *many)
+        score = inference(Driver(copy.deepcopy(model).cpu(), 1, cfg.env.max_vehicles), pool) if gpus else few[1]
+        tell(f"infer      {1000 * infer(1):.1f} ms for one environment, {1000 * infer(8):.1f} ms for eight "
+             f"({device.type})")
+        later = learning_lines(cfg, team, model, pool, autocast)
     torch.set_num_threads(threads_per_process(cfg.run.threads, ranks))  # no simulators beside phase 1
     learn = [learning(cfg.phase1, team, model, WorldModelLoss(model, 2, cfg.phase1.checkpointing), (4, 16), lambda n: (
         to_device(random_batch(n, cfg, torch.Generator().manual_seed(0)), device), 1e3)), *later]
@@ -133,22 +135,14 @@ def timed(action):
     return statistics.median(times[1:])
 
 
-def simulation(cfg, most, folder):
-    """(Line of a control step over the number of busy workers, the pool of `most` workers)."""
-    from env.workers import make_pool
-    seconds = {}
-    for workers in sorted({1, most}):
-        pool = make_pool(cfg, workers, 1, folder)
-        pool.arrays["slot"][:] = cfg.env.max_vehicles  # nobody is commanded
-        pool.reset(range(1, workers + 1))
-
-        def step():
-            pool.send(pool.groups[0])
-            pool.receive(pool.groups[0])
-        seconds[workers] = timed(step)
-        if workers < most:
-            pool.close()
-    return (Line.through(1, seconds[1], most, seconds[most]) if most > 1 else Line(seconds[1], 0.0)), pool
+def simulation(pool):
+    """Line of a control step over the number of busy workers."""
+    def step(envs):
+        pool.send(envs)
+        pool.receive(envs)
+    envs = list(range(pool.num_envs))
+    alone = timed(lambda: step(envs[:1]))
+    return Line.through(1, alone, len(envs), timed(lambda: step(envs))) if len(envs) > 1 else Line(alone, 0.0)
 
 
 def inference(driver, pool):
