@@ -53,10 +53,8 @@ def paired_lines(pairs):
 def mean_ci(values):
     """{"mean", "ci95"} of a list of numbers; None where there are too few."""
     n = len(values)
-    if not n:
-        return {"mean": None, "ci95": None}
-    spread = np.std(values, ddof=1) if n > 1 else None
-    return {"mean": float(np.mean(values)), "ci95": None if n < 2 else float(student_t(n - 1) * spread / math.sqrt(n))}
+    half = float(student_t(n - 1) * np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
+    return {"mean": float(np.mean(values)) if n else None, "ci95": half}
 
 
 def with_interval(value, form=".3f"):
