@@ -71,7 +71,7 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     if not precision.scaler.is_enabled():
         require_finite(norm, module, logs[-1])
     precision.scaler.step(optimizer)
-    skipped = precision.scaler.update() if precision.scaler.is_enabled() else False
+    skipped = precision.scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped  # each is a part of a sum
 
@@ -222,7 +222,7 @@ def phase3(cfg, team, guard):
         check_collection(cfg, team, pool.num_envs)
         boundary = True
         while c["epoch"] < p.epochs:
-            if boundary or c["epoch"] % p.checkpoint_every == 0:
+            if boundary:
                 driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
                                 leave_below=cfg.evaluate.leave_below)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)

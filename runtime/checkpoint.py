@@ -159,11 +159,11 @@ def random_state(device):
 def restore_random_state(state, device):
     """Undo of `random_state`."""
     random.setstate(state["python"])
-    torch.set_rng_state(state["torch"].cpu())
+    torch.set_rng_state(state["torch"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def versions():
