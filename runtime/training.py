@@ -95,10 +95,10 @@ class Progress:
         self.anchor = anchor  # a module that the loss compares with, or None
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.locks, self.failures = claim_phase(folder) if team.is_main else None, 0
+        self.counters, self.failures = dict(COUNTERS), 0
         if team.is_main:
+            self.locks = claim_phase(folder)  # held until this process ends
             profile_steps(optimizer, cfg.profile, folder)
-        self.counters = dict(COUNTERS)
 
     def resume(self):
         """Continue from the newest complete checkpoint; returns False when there is none."""
@@ -148,12 +148,17 @@ class Progress:
                       "another run.name")
 
     def save(self, value=math.inf, may_fail=False):
-        """All ranks call this at the same step; the first writes. The checkpoint is the best one when its `value` is
-        lower than that of any before. With `may_fail` a full disk is a warning, as long as it is not the third one in a
-        row, counted in `failures`; otherwise it is a SaveError on all ranks."""
-        c, bar = self.counters, self.counters["best"]
+        """All ranks call this at the same step; the first writes. A `value` lower than any before makes it the best
+        one. With `may_fail` a full disk is a warning, unless it is the third one in a row, counted in `failures`;
+        otherwise it is a SaveError on all ranks."""
+        c, bar, error = self.counters, self.counters["best"], None
         c["best"] = value if value < bar else bar
-        error = self._write(value < bar)
+        state = self._state()
+        try:
+            if self.team.is_main:
+                checkpoint.save(self.folder, c["updates"], state, self.cfg.checkpoint.keep_last, value < bar)
+        except checkpoint.SaveError as caught:
+            error = caught
         self.failures = self.failures + 1 if self.team.any(error is not None) else 0  # waits for the first rank
         c["best"] = bar if self.failures else c["best"]
         if self.failures and (not may_fail or self.failures == self.patience):
@@ -161,21 +166,13 @@ class Progress:
         if error:
             print(f"WARNING: {error}; older ones are intact, training goes on", file=sys.stderr, flush=True)
 
-    def _write(self, best):
-        """Save on the first rank; returns the SaveError that this ended in, or None."""
+    def _state(self):
+        """What a checkpoint holds; all ranks call this."""
         ranks = self.team.gather({"random": checkpoint.random_state(self.team.device)})
-        if self.team.is_main:
-            state = {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
-                     "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
-                     "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
-                     "config": to_dict(self.cfg)}
-            if self.anchor is not None:
-                state["anchor"] = self.anchor.state_dict()
-            try:
-                checkpoint.save(self.folder, self.counters["updates"], state, self.cfg.checkpoint.keep_last, best)
-            except checkpoint.SaveError as error:
-                return error
-        return None
+        return {"weights": {"model": self.model.state_dict(), "schema": schema(self.cfg)},
+                "optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict(),
+                "counters": self.counters, "epoch": self.counters["epoch"], "ranks": ranks,
+                "config": to_dict(self.cfg), **({} if self.anchor is None else {"anchor": self.anchor.state_dict()})}
 
 
 def rescale_values(controller, team, batch):
@@ -193,9 +190,8 @@ def mean_logs(team, logs):
     What PPO sums over picks comes back as a mean over all picks, however they are spread over steps and ranks.
     """
     columns = {name: torch.stack([log[name] for log in logs]).double() for name in logs[0]}
-    if "grad_norm" in columns:  # not of steps that overflowed, and were skipped
-        norms = columns["grad_norm"]
-        columns["grad_norm"] = norms.where(norms.isfinite(), math.nan).nanmean()
+    norms = columns["grad_norm"]  # not of steps that overflowed, and were skipped
+    columns["grad_norm"] = norms.where(norms.isfinite(), math.nan).nanmean()
     local = [values.mean().to(team.device) for values in columns.values()]
     means = {name: total / team.world for name, total in zip(logs[0], team.all_sum(torch.stack(local)))}
     picks = max(means.pop("picks", 0.0), 1e-9)
