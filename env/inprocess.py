@@ -76,7 +76,9 @@ class LibSumo(Questions):
         lanes, routes = (_encode(map(getter, names)) for getter in (vehicle.getLaneID, vehicle.getRouteID))
         events = {"departed": _encode(simulation.getDepartedIDList()),
                   "arrived": _encode(simulation.getArrivedIDList()),
-                  "colliding": _encode(simulation.getCollidingVehiclesIDList())}
+                  "colliding": _encode(simulation.getCollidingVehiclesIDList()),
+                  "lifted": _encode(simulation.getStartingTeleportIDList()),
+                  "landed": _encode(simulation.getEndingTeleportIDList())}
         events.update({name: int(float(simulation.getParameter("", name))) for name in COUNTERS})
         return _encode(names), records, lanes, routes, events
 

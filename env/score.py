@@ -23,6 +23,7 @@ class EpisodeTotals:
         self.cfg, self.steps_expected = reward_cfg, horizon_s / interval
         self.loaded = self.departed = self.arrived = self.collisions = self.teleports = self.overflow = 0
         self.effort = self.commands = self.reward = 0.0
+        self.aloft = set()  # who is being teleported: carried to its destination, it has not driven there
         self.before_start = 0  # collisions of the warm-up end no episode
         self.forget_averages()
 
@@ -46,7 +47,9 @@ class EpisodeTotals:
         self.loaded = events["stats.vehicles.inserted"] + events["stats.vehicles.waiting"]
         self.collisions = events["stats.safety.collisions"] - self.before_start
         self.teleports = events["stats.teleports.total"]
-        self.arrived += len(events["arrived"])
+        self.aloft = self.aloft.union(events["lifted"]).difference(events["landed"])
+        self.arrivals = sum(name not in self.aloft for name in events["arrived"])  # of this step
+        self.arrived += self.arrivals
         self.overflow += overflow
         self.steps += 1
         self.n, self.icvs = len(scene), int(scene["icv"].sum())

@@ -22,6 +22,9 @@ from env.wire import Accelerate, ChangeLane, SetModes
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
 
 POLL_S = 0.002  # between two attempts to connect (the stock client sleeps 1 s)
+EVENTS = {"departed": tc.VAR_DEPARTED_VEHICLES_IDS, "arrived": tc.VAR_ARRIVED_VEHICLES_IDS,  # lists of ids
+          "colliding": tc.VAR_COLLIDING_VEHICLES_IDS, "lifted": tc.VAR_TELEPORT_STARTING_VEHICLES_IDS,
+          "landed": tc.VAR_TELEPORT_ENDING_VEHICLES_IDS}
 COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
 ALL_CHECKS, SAFE_SPEED, OWN_LANE_CHANGES = 31, 1, 1621  # speed mode, a bit of it, lane-change mode
 
@@ -187,19 +190,18 @@ class Sumo(Questions):
     def read(self, now):
         """All vehicles on the road and what happened since the last call of `step`.
 
-        Returns (ids, records (N,) RECORD, lane ids, route ids, events): ids are lists of N bytes, events = {"departed":
-        ids, "arrived": ids, "colliding": ids (last simulation step), **COUNTERS}. One round trip.
+        Returns (ids, records (N,) RECORD, lane ids, route ids, events): ids are lists of N bytes, events = {name of
+        EVENTS: ids ("colliding": of the last simulation step), **COUNTERS}. One round trip.
         """
-        events = [tc.VAR_DEPARTED_VEHICLES_IDS, tc.VAR_ARRIVED_VEHICLES_IDS, tc.VAR_COLLIDING_VEHICLES_IDS]
-        answer = self.exchange(wire.context(now) + b"".join(wire.get(tc.CMD_GET_SIM_VARIABLE, v, b"") for v in events)
-                               + b"".join(wire.get(tc.CMD_GET_SIM_VARIABLE, tc.VAR_PARAMETER, b"", name.encode())
-                                          for name in COUNTERS))
+        asked = [wire.get(tc.CMD_GET_SIM_VARIABLE, variable, b"") for variable in EVENTS.values()]
+        asked += [wire.get(tc.CMD_GET_SIM_VARIABLE, tc.VAR_PARAMETER, b"", name.encode()) for name in COUNTERS]
+        answer = self.exchange(wire.context(now) + b"".join(asked))
         at, ids, records, lanes, routes = wire.decode_context(answer)
         values = []
-        for _ in range(len(events) + len(COUNTERS)):
+        for _ in asked:
             at, value = wire.value(answer, at)
             values.append(value)
-        happened = dict(zip(("departed", "arrived", "colliding"), values))
+        happened = dict(zip(EVENTS, values))
         happened.update({name: int(float(value)) for name, value in zip(COUNTERS, values[len(happened):])})
         return ids, records, lanes, routes, happened
 

@@ -172,7 +172,7 @@ class TrafficEnv(gymnasium.Env):
         start = time.perf_counter()
         ids, records, lanes, routes, events = self.simulator.read(self.time)
         read = time.perf_counter()
-        events = {**events, "departed": [], "arrived": []} if first else events  # nothing has been simulated yet
+        events = {**events, **dict.fromkeys(sumo.EVENTS, [])} if first else events  # nothing has been simulated yet
         self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
@@ -200,7 +200,7 @@ class TrafficEnv(gymnasium.Env):
             self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
-                  "arrived": len(events["arrived"]), "ocr": self.totals.ocr}
+                  "arrived": self.totals.arrivals, "ocr": self.totals.ocr}
         self.k = graph.adaptive_k(len(scene), g.k_min, g.k_divisor, g.k_max)
         near, edges = graph.neighbour_graph(scene, self.k, g.radius_m)
         rows = {"nodes": graph.node_features(scene, self.road.extent, self.time), "edges": edges[:, :g.k_max],

@@ -219,6 +219,19 @@ def test_nobody_leaves_the_score_unseen(make, grid):
     assert plain["teleports"] > 0
 
 
+@pytest.mark.parametrize("backend, place, landed", [("traci", "out_0", 0), ("libsumo", "out_0", 0),
+                                                    ("traci", "in_0", 4)])
+def test_who_is_teleported_to_its_destination_has_not_arrived(make, road, backend, place, landed):
+    """SUMO carries on whoever finds no room, to its end if need be, and lists it as arrived: a controller that blocked
+    the road twice as well had twice the arrivals. Beyond a block on `in` they land on `out` and drive to its end."""
+    block = f'<vehicle id="block" depart="0"><route edges="in out"/><stop lane="{place}" endPos="100" duration="900"/>'
+    env = make(scenario=road(LIGHT.replace("traffic_light", "priority"), STRAIGHT.format(1),
+                             block + "</vehicle>" + FLOW.format("f", 5, 200)), teleport_s=20.0, backend=backend)
+    info = episode(env, 1, 150)[-1][2]
+    env.close()
+    assert (info["teleports"] > 3, info["arrived"] >= landed, info["arrived"] == 0) == (True, True, not landed)
+
+
 @pytest.mark.parametrize("text, expected", [
     ('<scale value="0.5"/>', 0.5), ("<scale value='0.5'/>", 0.5), ('<scale v="5e-1"/>', 0.5),
     ('<!-- <scale value="3"/> -->', 1.0), ('<scale value="much"/>', 1.0), ("<not-closed>", 1.0)])
