@@ -4,6 +4,7 @@ import math
 import numpy as np
 import torch
 
+from configs import console
 from env.baselines import BASELINES, make_baseline, mean_speed_ahead
 from env.ration import Rationed
 from models.policy import Driver
@@ -29,11 +30,13 @@ class PolicyController:
         model.controller.accel_limit, model.safety_shield.cfg = cfg.evaluate.accel_limit, cfg.shield
         self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
-        self.limit, self.interval, self.surprise = cfg.evaluate.surprise_limit, cfg.env.control_interval, {}
+        self.limit, self.interval = cfg.evaluate.surprise_limit, cfg.env.control_interval
+        self.surprise, self.seeds = {}, {}
 
     def begin(self, env, seed):
         self.driver.forget(env)
-        self.rng[env], self.surprise[env] = np.random.default_rng(seed), Surprise(self.interval)
+        self.rng[env], self.seeds[env] = np.random.default_rng(seed), seed
+        self.surprise[env] = Surprise(self.interval)
 
     @torch.inference_mode()
     def act(self, observation, env):
@@ -48,10 +51,14 @@ class PolicyController:
         return commands
 
     def surprised(self, observation, seen, env):
-        """Whether the world model has erred by more than `evaluate.surprise_limit`."""
-        speed = seen["observation"]["nodes"][..., SPEED]
+        """Whether the world model has erred by more than `evaluate.surprise_limit`; said when it first does."""
+        speed, before = seen["observation"]["nodes"][..., SPEED], self.surprise[env].worst
         predicted = self.driver.model.world_model.predict_next(seen["memory"], speed)[0, :, 1]
-        return self.surprise[env].look(observation, predicted.numpy()) > self.limit
+        worst = self.surprise[env].look(observation, predicted.numpy())
+        if before <= self.limit < worst:
+            console.say(f"policy, seed {self.seeds[env]}: its world model errs by {worst:.2f} m/s, more than "
+                        f"evaluate.surprise_limit={self.limit:g}: it commands nobody any more in this episode")
+        return worst > self.limit
 
     def other_scores(self, observation, seen, env):
         """Scores of the candidates [1, C] that replace the learned ones; None = learned."""

@@ -220,7 +220,7 @@ def test_surprise_is_the_median_error_of_the_speeds_that_were_expected():
 
 
 @pytest.mark.parametrize("limit, commands", [(0.0, True), (1e-6, False), (1e3, True)])
-def test_who_is_surprised_commands_nobody(limit, commands, small, jam):
+def test_who_is_surprised_commands_nobody(limit, commands, small, jam, capsys):
     small, (cfg, observation) = copy.deepcopy(small), copy.deepcopy(jam)
     command_all(small)
     cfg.evaluate.surprise_limit = limit
@@ -230,3 +230,4 @@ def test_who_is_surprised_commands_nobody(limit, commands, small, jam):
     sent = [bool((act["slot"] < cfg.env.max_vehicles).any()) for act in acts]
     assert sent[0] and sent[-1] == commands
     assert commands or not acts[-1]["reason"].any()
+    assert capsys.readouterr().out.count("commands nobody any more") == (not commands)  # said once
