@@ -56,9 +56,11 @@ class Routes:
         stops, lights, *habits = simulator.habits(name)
         self.checks[slot], self.alone[slot] = checks | STOPPING * stops | SAFE_SPEED * self._odd(*habits), lights
 
-    def _odd(self, acts_every, min_gap, tau):
-        """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late."""
-        return acts_every > (self.step or 0) + 1e-6 or min_gap > self.least_gap + 1e-6 or tau < SHORTEST_S - 1e-6
+    def _odd(self, acts_every, min_gap, tau, boldness=1.0):
+        """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late; who
+        changes lanes boldly, unasked too, counts on braking hard at once."""
+        return (acts_every > (self.step or 0) + 1e-6 or min_gap > self.least_gap + 1e-6 or tau < SHORTEST_S - 1e-6
+                or boldness > 1 + 1e-6)
 
     def _place(self, edges):
         """(place in `flat`, metres, metres on edges) of a sequence of edges; several route ids may share one."""

@@ -14,6 +14,7 @@ from traci.connection import Connection
 from traci.exceptions import FatalTraCIError, TraCIException
 
 from env import wire
+from env.habits import habits
 from env.lanes import special_lanes
 from env.launch import OURS, SumoError, explained, find_binary, launch
 from env.scenarios import own_scale
@@ -38,13 +39,8 @@ class Questions:
 
     def habits(self, name):
         """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
-        at standstill, m; its time headway, s."""
-        return self._ask(self._habits, name.decode())
-
-    def _habits(self, name):
-        vehicle = self.client.vehicle
-        return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
-                vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name))
+        at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive)."""
+        return self._ask(habits, self.client, name.decode(), getattr(self.client, "TraCIException", TraCIException))
 
     def time(self):
         """Simulated time, s."""
