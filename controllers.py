@@ -15,7 +15,7 @@ from runtime.rollout import action_noise
 
 CONTROLLERS = (*BASELINES, "policy")
 # How long errors of the world model count, s; who is known for so long, s; of fewer errors nothing is said.
-SURPRISE_S, KNOWN_S, ENOUGH = 180.0, 20.0, 1000
+SURPRISE_S, KNOWN_S, ENOUGH = 180.0, 20.0, 2000
 AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
 LANES = ("left", "keep", "right")
 SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",

@@ -200,10 +200,10 @@ def test_sweep_names_its_rows_and_wants_different_values():
 def test_surprise_is_the_median_error_of_the_speeds_that_were_expected():
     """Against a loop over vehicles: newcomers, who has left and who was commanded do not count; the worst stays."""
     rng, surprise, total, count, before, said, age = np.random.default_rng(0), Surprise(2.0), 0.0, 0.0, None, [], {}
-    for step in range(120):
+    for step in range(160):
         speed, mask, fresh = rng.uniform(0, 30, 60), rng.random(60) < 0.99, rng.random(60) < 0.02
         nodes = np.zeros((60, 9), np.float16)
-        nodes[:, SPEED] = speed / (1 if step < 60 else 10)  # the second half is judged better
+        nodes[:, SPEED] = speed / (1 if step < 80 else 10)  # the second half is judged better
         expected, told = rng.uniform(0, 3, rng.integers(40, 61)).astype(np.float32), rng.integers(0, 70, 5)
         age = {i: age.get(i, 0) + 2 for i in range(60) if mask[i] and not fresh[i]}
         errors = [abs(before[0][i] - float(nodes[i, SPEED])) for i in range(len(before[0]))
@@ -226,7 +226,7 @@ def test_who_is_surprised_commands_nobody(limit, commands, small, jam, capsys):
     cfg.evaluate.surprise_limit = limit
     controller = PolicyController(cfg, small, 1)
     controller.begin(0, 1)
-    acts = [controller.act({**observation, "fresh": observation["fresh"] * 0}, 0) for _ in range(150)]
+    acts = [controller.act({**observation, "fresh": observation["fresh"] * 0}, 0) for _ in range(250)]
     sent = [bool((act["slot"] < cfg.env.max_vehicles).any()) for act in acts]
     assert sent[0] and sent[-1] == commands
     assert commands or not acts[-1]["reason"].any()
