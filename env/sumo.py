@@ -12,6 +12,7 @@ import time
 import traci.constants as tc
 from traci.connection import Connection
 from traci.exceptions import FatalTraCIError, TraCIException
+from traci.storage import Storage
 
 from env import wire
 from env.habits import habits
@@ -149,12 +150,12 @@ class Sumo(Questions):
     # ---- messages ----------------------------------------------------------------------------------------------
 
     def exchange(self, message):
-        """Send packed commands, return SUMO's packed answer; SumoError when it died, SumoTimeout when it froze."""
+        """Send packed commands, return SUMO's answer; SumoError when it died, SumoTimeout when it froze."""
         try:
             link = self.client._socket
             link.sendall(struct.pack("!i", len(message) + 4) + message)
             size = struct.unpack("!i", self._receive(link, 4))[0] - 4
-            return self._receive(link, size)
+            return Storage(self._receive(link, size))
         except TimeoutError:
             raise self._failure(f"SUMO did not answer within {self.call_timeout_s} s", SumoTimeout) from None
         except (OSError, AttributeError, struct.error) as error:
@@ -162,14 +163,13 @@ class Sumo(Questions):
 
     @staticmethod
     def _receive(link, size):
-        parts, missing = [], size
-        while missing:
-            part = link.recv(missing, socket.MSG_WAITALL)
+        data = b""
+        while len(data) < size:
+            part = link.recv(size - len(data), socket.MSG_WAITALL)
             if not part:
                 raise OSError("closed by SUMO")
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
+            data += part
+        return data
 
     def step(self, until, commands=()):
         """Send `commands` (Accelerate, ChangeLane, SetModes) and simulate up to time `until`, in one message.
@@ -179,8 +179,7 @@ class Sumo(Questions):
         """
         packed = b"".join(command.pack() for command in commands)
         answer = self.exchange(packed + wire.command(tc.CMD_SIMSTEP, struct.pack("!d", until)))
-        _, error = wire.status(answer, 0)
-        if error:
+        if error := wire.status(answer):
             raise self._failure(f"SUMO failed at the step to {until} s: {error}")
 
     def read(self, now):
@@ -191,26 +190,17 @@ class Sumo(Questions):
         """
         asked = [wire.get(tc.CMD_GET_SIM_VARIABLE, variable, b"") for variable in EVENTS.values()]
         asked += [wire.get(tc.CMD_GET_SIM_VARIABLE, tc.VAR_PARAMETER, b"", name.encode()) for name in COUNTERS]
-        answer = self.exchange(wire.context(now) + b"".join(asked))
-        at, ids, records, lanes, routes = wire.decode_context(answer)
-        values = []
-        for _ in asked:
-            at, value = wire.value(answer, at)
-            values.append(value)
-        happened = dict(zip(EVENTS, values))
-        happened.update({name: int(float(value)) for name, value in zip(COUNTERS, values[len(happened):])})
-        return ids, records, lanes, routes, happened
+        answer = self.exchange(b"".join(asked) + wire.context(now))
+        happened = {name: wire.value(answer) for name in EVENTS}
+        happened.update({name: int(float(wire.value(answer))) for name in COUNTERS})
+        return *wire.decode_context(answer), happened
 
     def routes_of(self, names):
         """Edges (bytes) of each vehicle's route in one round trip; [] where SUMO knows no such vehicle."""
         if not names:
             return []  # SUMO would not answer an empty message
         answer = self.exchange(b"".join(wire.get(tc.CMD_GET_VEHICLE_VARIABLE, tc.VAR_EDGES, name) for name in names))
-        at, routes = 0, []
-        for _ in names:
-            at, edges = wire.value(answer, at)
-            routes.append(edges or [])
-        return routes
+        return [wire.value(answer) or [] for _ in names]
 
     def _ask(self, question, *arguments):
         """What `question(*arguments)` finds out with the stock client; SumoError when SUMO dies meanwhile."""

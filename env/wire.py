@@ -84,7 +84,7 @@ def _set(variable, vehicle, payload):
 
 
 def get(code, variable, name, parameter=None):
-    """The command that asks for one variable of one object, `parameter` for a named one."""
+    """The command that asks for one variable of one object, a text or names; `parameter` for a named one."""
     more = b"" if parameter is None else bytes([tc.TYPE_STRING]) + _text(parameter)
     return command(code, bytes([variable]) + _text(name) + more)
 
@@ -96,57 +96,39 @@ def context(now):
         "!BdB", tc.CMD_GET_VEHICLE_VARIABLE, EVERYWHERE, len(variables)) + bytes(variables))
 
 
-def status(answer, at):
-    """(place after the status of one command, its error text or "")."""
-    size, result = answer[at], answer[at + 2]
-    length, = struct.unpack_from("!i", answer, at + 3)
-    text = answer[at + 7:at + 7 + length].decode()
-    return at + (size or struct.unpack_from("!i", answer, at + 1)[0]), text if result else ""
+def status(answer):
+    """The error text of one command, "" when SUMO has carried it out. `answer`: a Storage, read as far as that."""
+    answer.readLength()
+    _, result = answer.read("!BB")
+    text = answer.readString()
+    return text if result else ""
 
 
-def _head_size(answer, at):
-    """(place behind the length field of a response, end of the response)."""
-    if answer[at]:
-        return at + 1, at + answer[at]
-    return at + 5, at + struct.unpack_from("!i", answer, at + 1)[0]
-
-
-def value(answer, at):
-    """(place behind one answered get command, its value; None when SUMO refused it)."""
-    at, error = status(answer, at)
-    if error:
-        return at, None
-    head, end = _head_size(answer, at)
-    name_length, = struct.unpack_from("!i", answer, head + 2)
-    at = head + 6 + name_length
-    kind, at = answer[at], at + 1
-    if kind == tc.TYPE_STRING:
-        return end, answer[at + 4:end].decode()
-    if kind == tc.TYPE_STRINGLIST:
-        names, place = [], at + 4
-        for _ in range(struct.unpack_from("!i", answer, at)[0]):
-            length, = struct.unpack_from("!i", answer, place)
-            names.append(answer[place + 4:place + 4 + length])
-            place += 4 + length
-        return end, names
-    return end, struct.unpack_from("!d" if kind == tc.TYPE_DOUBLE else "!i", answer, at)[0]
+def value(answer):
+    """The value in the answer to one `get`: a text or a list of names (bytes); None when SUMO refused it."""
+    if status(answer):
+        return None
+    answer.readLength()
+    answer.read("!BB")  # response, variable
+    answer.readString()  # object
+    kind, = answer.read("!B")
+    return answer.readString() if kind == tc.TYPE_STRING else [name.encode() for name in answer.readStringList()]
 
 
 def decode_context(answer):
-    """Cut the records of all vehicles out of the answer: (place behind it, ids, records, lane ids, route ids).
+    """Cut the records of all vehicles out of the rest of the answer: (ids, records, lane ids, route ids).
 
     Names have any length, so a record cannot be computed from its number; it is found by its tags, which stand at
     fixed distances from each other and which no name contains (they hold zero bytes).
     """
-    at, error = status(answer, 0)
-    if error:
+    if error := status(answer):
         raise SumoError(f"SUMO refused the context subscription: {error}")
-    head, end = _head_size(answer, at)
-    at = head + 1 + 4 + 1 + 1  # response code, empty object id, domain, number of variables
-    count, = struct.unpack_from("!i", answer, at)
-    raw = np.frombuffer(answer, np.uint8, end)
-    inside = raw[at + 4:max(end - RECORD.itemsize, at + 4)]
-    start = np.flatnonzero((inside[:-2] == HEADS[0]) & (inside[1:-1] == HEADS[1]) & (inside[2:] == HEADS[2])) + at + 4
+    answer.readLength()
+    *_, count = answer.read("!BiBBi")  # response, empty object id, domain, number of variables
+    text = answer._content[answer._pos:]
+    raw = np.frombuffer(text, np.uint8)
+    inside = raw[:max(len(raw) - RECORD.itemsize, 0)]
+    start = np.flatnonzero((inside[:-2] == HEADS[0]) & (inside[1:-1] == HEADS[1]) & (inside[2:] == HEADS[2]))
     start = start[(raw[start[:, None] + HEAD_AT] == HEADS).all(1)]
     if len(start) != count:
         raise SumoError(f"SUMO announced {count} vehicles and described {len(start)}")
@@ -154,9 +136,9 @@ def decode_context(answer):
     lane_at = start + RECORD.itemsize
     route_at = lane_at + records["lane_bytes"] + HEAD + 4
     route_end = route_at + raw[route_at[:, None] + np.arange(-4, 0)].copy().view(">i4")[:, 0]
-    id_at = np.append(at + 4, route_end[:-1]) + 4
-    return (end, _cut(answer, id_at[:count], start), records, _cut(answer, lane_at, lane_at + records["lane_bytes"]),
-            _cut(answer, route_at, route_end))
+    id_at = np.append(0, route_end[:-1])[:count] + 4
+    return (_cut(text, id_at, start), records, _cut(text, lane_at, lane_at + records["lane_bytes"]),
+            _cut(text, route_at, route_end))
 
 
 def _cut(answer, begins, ends):
