@@ -30,29 +30,16 @@ def action_space(max_vehicles, k):
 
 
 def write_observation(out, slots, rows, globals_):
-    """Scatter the rows of the vehicles present into arrays [max_vehicles, ...] that hold an earlier observation or are
-    empty. `rows`: {name: [N, ...]}; neighbours and edges may be narrower than the arrays. Empty slots hold zeros and
-    neighbours -1."""
-    gone = out["mask"].astype(bool)
-    gone[slots] = False
-    gone = np.flatnonzero(gone)
+    """Scatter the rows of the vehicles present into arrays [max_vehicles, ...], whatever these hold. `rows`: {name:
+    [N, ...]}; neighbours and edges may be narrower than the arrays. Empty slots hold zeros and neighbours -1."""
     for name, value in rows.items():
-        array, empty = out[name], -1 if name == "neighbours" else 0
-        if len(gone):
-            array[gone] = empty
-        if array.ndim > 1 and value.shape[1] < array.shape[1]:
-            array[slots, value.shape[1]:] = empty
+        array = out[name]
+        array.fill(-1 if name == "neighbours" else 0)
+        if array.ndim > 1:
             array[slots, :value.shape[1]] = value
         else:
             array[slots] = value
     out["globals"][:] = globals_
-
-
-def empty_observation(space):
-    """Arrays of an observation without vehicles."""
-    out = {name: np.zeros(box.shape, box.dtype) for name, box in space.items()}
-    out["neighbours"].fill(-1)
-    return out
 
 
 def speed_change(accel, speed, allowed, interval, step_length):

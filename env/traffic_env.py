@@ -13,8 +13,8 @@ from env.routes import Routes
 from env.scenarios import build_scenario, check_traffic
 from env.score import EpisodeTotals
 from env.slots import Slots, keep
-from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space,
-                        empty_observation, observation_space, speed_change, write_observation)
+from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space, observation_space,
+                        speed_change, write_observation)
 from env.tails import near_crossing
 
 
@@ -68,7 +68,7 @@ class TrafficEnv(gymnasium.Env):
 
     def command(self, slot, accel, lane, brake, out=None):
         """`step` in physical units: accel and brake in m/s^2, each argument of length K; accel NaN leaves the speed to
-        SUMO's driver (lane advice only). `out`: arrays of an earlier observation to write the new one into."""
+        SUMO's driver (lane advice only). `out`: arrays to write the observation into."""
         if self.simulator is None:
             raise gymnasium.error.ResetNeeded("the environment is closed or was never reset: call reset() first")
         was = {s: (self.slots.names[s], self.speed[s]) for s in map(int, slot) if 0 <= s < len(self.speed)}
@@ -207,7 +207,7 @@ class TrafficEnv(gymnasium.Env):
                 "neighbours": np.append(slots, -1)[near[:, :g.k_max]],  # neighbour -1 stays -1
                 "surround": surround, "moved": moved, "mask": np.ones(len(scene)), "fresh": fresh, "icv": scene["icv"],
                 "conflict": graph.conflicts(scene)}
-        self.observation = empty_observation(self.observation_space) if out is None else out
+        self.observation = out or {name: np.empty(box.shape, box.dtype) for name, box in self.observation_space.items()}
         write_observation(self.observation, slots, rows, graph.global_features(scene, counts, self.lane_km))
 
     def _set_scene(self, records, slots):
