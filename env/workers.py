@@ -55,7 +55,7 @@ class Pool(contextlib.AbstractContextManager):
         indices = range(self.num_envs) if indices is None else indices
         orders = {index: (index, "reset", int(seed)) for index, seed in zip(indices, seeds)}
         self._dispatch(orders)
-        self._collect(orders)
+        self.receive(orders)
 
     def send(self, group, next_seeds=None):
         """Let the environments of `group` (their indices) take one step; `next_seeds[n]` follows an ended episode."""
@@ -65,10 +65,6 @@ class Pool(contextlib.AbstractContextManager):
     def retire_worker(self):
         """Give up one worker with its environments, if there are several; all others need a `reset`."""
         return False
-
-    def receive(self, group):
-        """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""
-        return self._collect(group)
 
     def spent(self, group):
         """{part of a worker's work: seconds in the group's last step}, mean over the pool's workers."""
@@ -85,9 +81,10 @@ class SerialPool(Pool):
     def _dispatch(self, orders):
         self.orders.update(orders)
 
-    def _collect(self, indices):
+    def receive(self, group):
+        """See WorkerPool; here the environments take their step now."""
         ended = []
-        for i in indices:
+        for i in group:
             try:
                 ended += self.environments.run([self.orders.pop(i)])
             except Exception as error:
@@ -148,8 +145,9 @@ class WorkerPool(Pool):
             self.waiting[w].append(batch)
             self._tell(w, batch)
 
-    def _collect(self, indices):
-        return [end for w in sorted({i // self.per_worker for i in indices}) for end in self._answer_of(w)]
+    def receive(self, group):
+        """Wait for the group's step; returns [(environment, episode summary)] of the episodes that ended in it."""
+        return [end for w in sorted({i // self.per_worker for i in group}) for end in self._answer_of(w)]
 
     def _answer_of(self, w):
         """What worker w says to the oldest of its orders, if need be after it was replaced."""
