@@ -2,6 +2,7 @@
 
 One simulation per process, no deadline for a call, and a crash of SUMO is a crash of the process: that is its price.
 """
+import contextlib
 import os
 import weakref
 
@@ -49,10 +50,8 @@ class LibSumo(Questions):
     def step(self, until, commands=()):
         """Carry out `commands` and simulate up to time `until`. Commands for vehicles that have gone are dropped."""
         for command in commands:
-            try:
+            with contextlib.suppress(self.client.TraCIException):
                 self._send(command)
-            except self.client.TraCIException:
-                pass
         self._ask(self.client.simulationStep, until)
 
     def _send(self, command):

@@ -83,11 +83,8 @@ def without_main():
 
 def first_to_go(score):
     """Raise the kernel's readiness to kill this process, and what it starts, when memory ends (0 to 1000)."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+") as file:
-            file.write(str(max(score, int(file.read()))))
-    except OSError:
-        pass  # no Linux, or not allowed: then the kernel chooses by size alone
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "r+") as file:
+        file.write(str(max(score, int(file.read()))))  # no Linux, or not allowed: the kernel chooses by size alone
 
 
 def _prepare_simulator(parent):
