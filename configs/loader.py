@@ -40,7 +40,7 @@ def load_config(path="configs/default.yaml", overrides=(), source=None):
         _merge(config, tree, name, "", errors)
     for text in overrides:
         _merge(config, override_tree(text, "command line", errors), "command line", "", errors)
-    errors = errors or [f"{source or path}: {text}" for text in cross_checks(config) + _suite_checks(config)]
+    errors = errors or [f"{source or path}: {text}" for text in (*cross_checks(config), *_suite_checks(config))]
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -213,8 +213,9 @@ def _name(kind):
 
 
 def _suite_checks(c):
-    """Mistakes in the elements of env.suite."""
-    wrong = [f"env.suite={c.env.suite}: the same element twice"] * (len(set(c.env.suite)) < len(c.env.suite))
+    """Mistakes in the elements of env.suite: texts."""
+    if len(set(c.env.suite)) < len(c.env.suite):
+        yield f"env.suite={c.env.suite}: the same element twice"
     for text in c.env.suite:
         try:
             if text != "same" and not ((parts := parts_of(text)) and all(part.startswith(VARIED) for part in parts)):
@@ -222,5 +223,4 @@ def _suite_checks(c):
                                   "with spaces stands in quotes")
             variant(c, text, "env.suite")
         except ConfigError as error:
-            wrong += str(error).splitlines()
-    return wrong
+            yield from str(error).splitlines()
