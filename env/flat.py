@@ -34,7 +34,6 @@ def flatten(*arrays):
 
 class FlatTraffic(gymnasium.Env):
     """TrafficEnv of a configs.Config as Box [W] and MultiDiscrete [65, 3, 11] * K; `folder` as there."""
-    metadata = {"render_modes": []}
 
     def __init__(self, cfg=None, folder=None, arrays=VEHICLES):
         self.env = make_env(cfg, folder)

@@ -27,7 +27,6 @@ class TrafficEnv(gymnasium.Env):
     commanded: (sum |a| + 5 * lane changes) / ICVs present, where a lane change that still stands is neither sent nor
     counted again; `info["executed"]` says what SUMO made of it, `info["summary"]` of the last step holds the totals.
     """
-    metadata = {"render_modes": []}
 
     def __init__(self, cfg, folder=None):
         self.cfg, self.env_cfg, self.variants = cfg, cfg.env, cfg.variants()
