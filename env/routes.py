@@ -1,4 +1,6 @@
 """Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id."""
+import functools
+
 import numpy as np
 
 from env.sumo import SAFE_SPEED
@@ -29,7 +31,7 @@ class Routes:
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot = [None] * slots  # route ids
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
-        self.junctions = {}  # {(edge, next edge): metres between them}
+        self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
     def left_alone(self, slot, lane):
         """Whether commands to this slot, on this lane, are ignored: blue lights, drivers who overtake among the
@@ -67,12 +69,7 @@ class Routes:
         if edges not in self.places:
             numbers = [self.road.edge_index[edge.decode()] for edge in edges]
             metres = float(self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum()) if numbers else 1.0
-            whole = metres + sum(self._junction(*pair) for pair in zip(numbers, numbers[1:]))
+            whole = metres + sum(map(self.junction, numbers, numbers[1:]))
             self.places[edges] = len(self.flat), max(whole, 1.0), max(metres, 1.0)
             self.flat = np.concatenate([self.flat, numbers, [-1, -1]]).astype(int)
         return self.places[edges]
-
-    def _junction(self, *edges):
-        if edges not in self.junctions:
-            self.junctions[edges] = float(self.road.lane_length[self.road.between(*edges)].sum())
-        return self.junctions[edges]
