@@ -172,7 +172,7 @@ def _finish_chunk(out, name, plan, shape, ranges):
     if part.exists() and not ranges:
         part.rename(out / name)
     elif not (out / name).exists():
-        filled, final = np.load(part, mmap_mode="r"), np.empty((plan["sizes"][name], shape.frames), shape.frame())
+        filled, final = np.load(part, mmap_mode="r"), np.zeros((plan["sizes"][name], shape.frames), shape.frame())
         for field in final.dtype.names:
             final[field] = encode(filled[field], *ranges[field]) if field in ranges else filled[field]
         write_array(out / name, final)
