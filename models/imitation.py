@@ -15,8 +15,8 @@ class RuleDriver(Driver):
     """
 
     def __init__(self, make_rule, *args, corrects=False, **options):
-        self.make_rule, self.rules, self.corrects = make_rule, {}, corrects
         super().__init__(*args, **options)
+        self.make_rule, self.rules, self.corrects = make_rule, {}, corrects
 
     def forget(self, env=None):
         """A new episode in one environment, or in all."""

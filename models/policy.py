@@ -93,14 +93,11 @@ class Driver:
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
         self.autocast, self.leave_below = autocast, leave_below
         self.num_envs = num_envs
-        self.forget()
+        self.state = model.world_model.initial_state(num_envs, max_vehicles, device=device)
 
     def forget(self, env=None):
         """Empty the memory of one environment (a new episode), or of all."""
-        if env is None:
-            self.state = self.model.world_model.initial_state(self.num_envs, self.max_vehicles, device=self.device)
-        else:
-            self.state[env] = 0
+        self.state[... if env is None else env] = 0
 
     @torch.inference_mode()
     def perceive(self, observation, envs, remember=True):
