@@ -113,9 +113,7 @@ def hold(folder):
 
 def in_use(folder):
     """Whether some process has a data set open for reading (`hold`)."""
-    if not (folder / "metadata.json").exists():
-        return False
-    with open(folder / "metadata.json", "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(folder / "metadata.json", "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # held; or nobody can tell, as on NFS, which locks only what is open for writing
