@@ -166,10 +166,8 @@ def _strongest(observation, k, accel, among=True):
     return commands(observation, k, chosen, accel[chosen])
 
 
-def commands(observation, k, slots, accel=(), lane=None):
+def commands(observation, k, slots, accel=(), lane=KEEP):
     """What a rule returns: the given accelerations (m/s^2) and lanes for the vehicles in `slots`, at most k."""
     count, out = len(slots), (np.full(k, len(observation["mask"])), np.zeros(k), np.full(k, KEEP), np.zeros(k))
-    out[0][:count], out[1][:count] = slots, accel
-    if lane is not None:
-        out[2][:count] = lane
+    out[0][:count], out[1][:count], out[2][:count] = slots, accel, lane
     return out
