@@ -15,7 +15,7 @@ import numpy as np
 
 from configs import ConfigError, WriteError, console
 from configs.files import file_hash, write_whole
-from data.layout import FEATURES, VERSION, DataError, Shape, only_writer, read_json, write_array
+from data.layout import FEATURES, VERSION, DataError, Shape, only_writer, read_description, read_json, write_array
 from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
@@ -51,8 +51,8 @@ def is_complete(out):
     """Whether metadata.json, the statistics and all chunks that it names are there."""
     if not all((out / name).exists() for name in ("metadata.json", "statistics.json")):
         return False
-    chunks = read_json(out / "metadata.json", "metadata of a processed data set")["chunks"]
-    return all((out / c["file"]).exists() for c in chunks)
+    meta, *_ = read_description(out)
+    return all((out / c["file"]).exists() for c in meta["chunks"])
 
 
 def build(cfg, meta, out, report, meanwhile):

@@ -174,6 +174,14 @@ def test_missing_statistics_are_made_again(copy):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "null"])
+def test_descriptions_of_another_kind_are_refused_by_preprocessing_too(copy, content):
+    """A KeyError or TypeError of the look whether the data set is complete."""
+    (next((copy / "processed").iterdir()) / "metadata.json").write_text(content)
+    with pytest.raises(DataError, match="metadata.json: not metadata of a data set"):
+        preprocess(config(copy), silent)
+
+
 def test_chunks_without_their_settings_are_refused(raw):
     """config.json was written anew, so that a data set of other settings counted as one of these."""
     (raw / "raw/config.json").unlink()
