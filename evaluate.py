@@ -29,7 +29,7 @@ from env.workers import WorkerError, make_pool
 from models.policy import TrafficModel
 from runtime import animation, checkpoint
 from runtime.ending import run_script
-from runtime.scores import beside, differences, doubts, paired_lines, save_scores, summarise, table
+from runtime.scores import beside, differences, doubts, paired_lines, save_scores, scenarios_of, summarise, table
 from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
@@ -294,11 +294,6 @@ def score_all(configs, controllers, seeds, models, folder, same):
         rows += [{**row, "controller": row["controller"] + name} for row in mine]
         pairs.update(differences(mine, name))
     return rows, [line for line in log if line[1] not in given_up], pairs, given_up
-
-
-def scenarios_of(configs):
-    """Names of the scenarios of all variants of the configurations, each once."""
-    return ", ".join(dict.fromkeys(variant.env.scenario for cfg in configs for variant in cfg.variants()))
 
 
 def to_record(summary):

@@ -81,6 +81,11 @@ def table(summary):
     return "\n".join(lines)
 
 
+def scenarios_of(configs):
+    """Names of the scenarios of all variants of the configurations, each once."""
+    return ", ".join(dict.fromkeys(variant.env.scenario for cfg in configs for variant in cfg.variants()))
+
+
 def doubts(rows, scenario):
     """What makes the scores of rows worth less than they look, a sentence each."""
     if not any(row["loaded"] for row in rows):
