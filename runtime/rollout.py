@@ -5,6 +5,7 @@ own place of the pool's block of shared memory, and waits for the command that a
 one step of each is under way: that is all that is ever prefetched. A worker that does not answer in time is replaced,
 and after some times a WorkerError that names it (env/workers.py). The steps that it lost are kept, marked as `lost`.
 """
+import math
 import os
 import time
 
@@ -15,6 +16,7 @@ from configs import ConfigError, console
 from runtime.storage import Rollout
 
 STORED = ("picks", "u", "lane", "release", "pace", "log_prob", "value", "cost_value")
+FACTOR, MODULUS = 1_000_003, 1_999_999_973  # of seeds
 SEQUENCE = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")  # what phase 3 needs of the observation
 
 
@@ -45,8 +47,16 @@ def episode_seed(run_seed, phase, iteration, env, number):
     run continues with the same traffic."""
     x = run_seed
     for part in (phase, iteration, env, number):
-        x = (x * 1_000_003 + part + 1) % 1_999_999_973
+        x = (x * FACTOR + part + 1) % MODULUS
     return x
+
+
+def take_turn(seed, variants, iteration, every):
+    """The seed moved so that an environment, which begins anew every so many iterations, sees all variants of the suite
+    (its own is seed % variants): the seeds of such iterations differ by a multiple of FACTOR^2, and where that shares a
+    factor with the number of variants, the same few would come back for ever."""
+    shared = math.gcd(every * (FACTOR ** 2 % MODULUS), variants)
+    return seed - seed % variants + (seed + iteration * shared // (every * variants) % shared) % variants
 
 
 def action_noise(generators, k, n):
@@ -68,7 +78,7 @@ class Collector:
         self.pool, self.driver, self.groups = pool, driver, alternating(pool.groups)
         self.run_seed, self.phase, self.first_env, self.every = run_seed, phase, first_env, keep_sequences
         self.folder, self.spill_mb = folder, spill_mb
-        self.move_seed = lambda seed: seed  # to a variant of the suite; by default, variants take turns
+        self.move_seed = lambda seed: seed  # to a variant of the suite
 
     def begin(self, iteration):
         """Fresh episodes in every environment: the start of a run and every checkpoint boundary."""

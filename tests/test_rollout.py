@@ -14,7 +14,7 @@ import torch
 from configs import Config
 from env.workers import WorkerError, make_pool
 from models.policy import Driver
-from runtime.rollout import Collector, episode_seed
+from runtime.rollout import Collector, episode_seed, take_turn
 
 
 # ---- rollout -----------------------------------------------------------------------------------------------------
@@ -251,6 +251,16 @@ def test_noise_differs_between_runs_phases_and_iterations(change):
 
 
 # ---- hand-over ---------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("variants", [3, 4, 6, 12])
+def test_episodes_that_begin_at_boundaries_take_turns(variants, every):
+    """Of three variants, an environment that began one episode in each iteration saw the same one for ever."""
+    begun = [take_turn(episode_seed(1, 2, every * i, 0, 0), variants, every * i, every) for i in range(3 * variants)]
+    times = np.bincount(np.array(begun) % variants, minlength=variants)
+    assert times.min() > 0 and times.max() <= 5 and len(set(begun)) == len(begun)
+    assert take_turn(901400446, 1, every, every) == 901400446  # without a suite nothing moves
+
 
 def test_a_rollout_in_which_nobody_was_followed_has_following_values():
     """All environments lost in the last step, and no episode that ended before: KeyError instead of a lost fragment."""
