@@ -7,6 +7,7 @@ import numpy as np
 
 START = {"stage": 0, "evaluations": 0, "over": 0, "over_sum": 0.0, "under": 0, "level": 0.0, "fallbacks": 0,
          "lower": []}  # levels of the stages below
+MOST = 2 ** 31 - 1  # seeds of an environment are below
 
 
 def after(state, score, last_stage, p):
@@ -29,8 +30,10 @@ def after(state, score, last_stage, p):
 
 
 def seed_of_stage(seed, stage, variants, replay):
-    """The seed moved to the stage's variant of the suite (an environment's is seed % variants) or, with the probability
-    that `replay` gives by stage, to an earlier one's. Nothing else enters, so a resumed run sees the same traffic."""
+    """A seed drawn from this one, of the stage's variant of the suite (an environment's is seed % variants) or, with
+    the probability that `replay` gives by stage, of an earlier one's. Nothing else enters, so a resumed run sees the
+    same traffic; the seeds of an environment follow each other, and must not become one."""
     rng = np.random.default_rng(seed)
     again = rng.random() < replay[min(stage, len(replay) - 1)] and stage > 0
-    return seed - seed % variants + (int(rng.integers(stage)) if again else stage)
+    variant = int(rng.integers(stage)) if again else stage
+    return int(rng.integers(MOST // variants)) * variants + variant

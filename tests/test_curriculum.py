@@ -43,11 +43,12 @@ def test_a_second_collapse_leads_further_down():
 
 @pytest.mark.parametrize("stage, share", [(0, 0.0), (1, 0.3), (2, 0.4), (3, 0.5), (4, 0.5)])
 def test_share_of_earlier_stages(stage, share):
+    """Five episodes of an environment in a row, whose seeds follow each other, were the same traffic."""
     moved = [seed_of_stage(seed, stage, 5, [0.0, 0.3, 0.4, 0.5]) for seed in range(10_000, 14_000)]
-    assert all(a // 5 == seed // 5 for a, seed in zip(moved, range(10_000, 14_000)))
+    assert len(set(moved)) == len(moved) and 0 <= min(moved) and max(moved) < 2 ** 31 - 1
     counts = [sum(a % 5 == variant for a in moved) / len(moved) for variant in range(5)]
     assert counts[stage] == pytest.approx(1 - share, abs=0.03) and sum(counts[stage + 1:]) == 0
-    assert seed_of_stage(10_003, 0, 5, [1.0]) == 10_000  # there is nothing to repeat yet
+    assert seed_of_stage(10_003, 0, 5, [1.0]) % 5 == 0  # there is nothing to repeat yet
     assert counts[:stage] == pytest.approx([share / max(stage, 1)] * stage, abs=0.03)
 
 
