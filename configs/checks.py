@@ -34,6 +34,9 @@ def cross_checks(c):
     if c.phase3.fragment_length < c.data.future:
         yield (f"phase3.fragment_length={c.phase3.fragment_length} is shorter than data.future={c.data.future}: "
                "no step would have targets")
+    if c.phase3.multiplier_init > c.phase3.multiplier_max:
+        yield (f"phase3.multiplier_init={c.phase3.multiplier_init} is above "
+               f"phase3.multiplier_max={c.phase3.multiplier_max}")
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         yield (f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                f"{c.env.horizon_s / c.env.control_interval:g} control steps")

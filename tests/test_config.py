@@ -285,6 +285,7 @@ def test_empty_file_means_the_defaults(tmp_path, text):
     (["data.vehicles=[10]"], ["data.vehicles=[10]"]), (["data.vehicles=[4, 8, 9]"], ["data.vehicles"]),
     (["data.vehicles=[10, 20]", "env.max_vehicles=15"], ["data.vehicles", "env.max_vehicles=15"]),
     (["phase3.sequence_length=7"], ["phase3.fragment_length=200", "phase3.sequence_length=7"]),
+    (["phase3.multiplier_init=9", "phase3.multiplier_max=5"], ["phase3.multiplier_init=9.0"]),  # held for one epoch
     (["phase2.fragment_length=901"], ["phase2.fragment_length=901", "900 control steps"]),
     (["phase1.augment.time_shift=11"], ["phase1.augment.time_shift=11", "data.margin=10"]),
     (["env.horizon_s=34", "phase2.fragment_length=20"], ["env.horizon_s=34", "data.margin=10"]),
