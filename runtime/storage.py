@@ -192,8 +192,9 @@ class Kept:
         return [one for one in kept if len(one.begin) == steps]
 
     def clear(self):
-        """Nothing is left of them."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Nothing is left of them, nor of those of other ranks or of another number of ranks."""
+        for folder in self.folder.parent.glob(f"{self.folder.name.partition('-')[0]}-*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _path(self, iteration):
         return self.folder / f"{iteration:05d}.pt"

@@ -198,7 +198,8 @@ def test_imitation_learns_the_choices_and_keeps_exploring(small, tmp_path):
 # ---- rollouts kept -------------------------------------------------------------------------------------------------
 
 def test_kept_rollouts_come_back_and_the_oldest_go(small, tmp_path):
-    kept, rollout = Kept(tmp_path / "kept", 2, CPU), rollout_of(small.controller)
+    """Those of a run that went on with another number of ranks stayed for ever."""
+    kept, rollout = Kept(tmp_path / "kept-0-of-1", 2, CPU), rollout_of(small.controller)
     minibatches, steps = Minibatches(rollout, train_rl.LEARN, CPU), rollout.steps * E
     for iteration in range(4):
         assert len(kept.before(iteration, steps)) == min(iteration, 2)
@@ -211,8 +212,10 @@ def test_kept_rollouts_come_back_and_the_oldest_go(small, tmp_path):
     assert again.keys() == first.keys()
     for name, value in first.items():
         assert torch.equal(again[name], value), name
+    Kept(tmp_path / "kept-1-of-2", 2, CPU).add(0, minibatches)
+    (tmp_path / "phase2").mkdir()
     kept.clear()
-    assert not (tmp_path / "kept").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["phase2"]
 
 
 def test_what_cannot_be_kept_or_read_is_named(small, tmp_path, monkeypatch):
