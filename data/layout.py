@@ -78,10 +78,13 @@ def write_array(path, array):
         np.lib.format.write_array(file, array, allow_pickle=False)
 
 
-def read_json(path, what):
-    """Parsed JSON file, or DataError that names the file and `what` it should be."""
+def read_json(path, what, kind=dict):
+    """Parsed JSON file of this kind, or DataError that names the file and `what` it should be."""
     try:
-        return json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
+        if not isinstance(content, kind):
+            raise ValueError(f"found {str(content)[:40]!r}")
+        return content
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; expected {what}") from None
     except (OSError, ValueError) as error:
@@ -138,7 +141,7 @@ def read_description(folder):
                         f"{folder} and run data.preprocess again")
     statistics = read_json(folder / "statistics.json", "statistics of a processed data set")
     for name in ("nodes", "globals"):
-        part = statistics.get(name) if isinstance(statistics, dict) else None
+        part = statistics.get(name)
         columns = [part.get(key, []) if isinstance(part, dict) else [] for key in ("mean", "std")]
         numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for column in columns for x in column)
         if [len(column) for column in columns] != [len(FEATURES[name])] * 2 or not numbers or min(columns[1]) <= 0:

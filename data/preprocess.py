@@ -32,7 +32,7 @@ def preprocess(cfg, report=print, meanwhile=lambda: None):
     raw = Path(cfg.data.folder) / "raw"
     with only_writer(cfg.data.folder, report, meanwhile):
         meta = read_json(raw / "metadata.json", "metadata of a finished collection (run data.collect first)")
-        if not isinstance(meta, dict) or not META <= set(meta):
+        if not META <= meta.keys():
             raise DataError(f"{raw / 'metadata.json'}: no metadata of a collection; remove it and run data.collect "
                             "again")
         check_settings(raw / "config.json", raw_settings(cfg), "name another data.folder or remove this one")
@@ -110,7 +110,7 @@ def destinations(meta, per_chunk, seed):
 def _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile):
     """Build the records of every raw chunk that progress.json does not list yet into half-built float16 chunks."""
     progress, dtype = out / "progress.json", shape._replace(storage="float16").frame()
-    done = read_json(progress, "a list of chunks") if progress.exists() else []
+    done = read_json(progress, "a list of chunks", list) if progress.exists() else []
     for name, size in plan["sizes"].items():
         if not (out / name).exists() and not (out / f"{name}.part").exists():
             write_array(out / f"{name}.part", np.zeros((size, shape.frames), dtype))

@@ -197,6 +197,18 @@ def test_interrupted_preprocessing_continues_to_the_same_files(raw, recorded, mo
     assert hashes(preprocess(config(raw), silent)) == hashes(graphs(recorded)) and len(built) == again
 
 
+@pytest.mark.parametrize("content", ["5", "null", "{}"])
+def test_a_list_of_finished_chunks_of_another_kind_is_refused(raw, monkeypatch, content):
+    """It was a traceback."""
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        break_at(patch, preprocessing, "build_record", 17)
+        preprocess(config(raw), silent)
+    [progress] = raw.glob("processed/*/progress.json")
+    progress.write_text(content)
+    with pytest.raises(DataError, match="progress.json: damaged or half written, not a list of chunks: found"):
+        preprocess(config(raw), silent)
+
+
 @pytest.mark.parametrize("call", [1, 3])
 def test_killed_while_creating_chunks_continues(raw, recorded, monkeypatch, call):
     """A half-written .part file was taken for a finished one: numpy refused it for ever, with a traceback."""
