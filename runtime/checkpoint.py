@@ -46,7 +46,7 @@ def save(folder, step, state, keep_last=3, best=False):
         with whole(work / "state.pt") as file:
             torch.save(state, file)
         facts = {"bytes": (work / "state.pt").stat().st_size, "sha256": file_hash(work / "state.pt")}
-        manifest = {"format": FORMAT, "step": step, "versions": versions(), "files": {"state.pt": facts}}
+        manifest = {"format": FORMAT, "step": step, "best": best, "versions": versions(), "files": {"state.pt": facts}}
         write_whole(work / "manifest.json", json.dumps(manifest, indent=1))
         if final.exists():  # the same step again, after a resume: never two halves under one name
             old = folder / f".old_{final.name}"
@@ -178,6 +178,18 @@ def _put_back(folder):
         with contextlib.suppress(FileNotFoundError):  # another rank was first
             if not final.exists():
                 old.rename(final)
+    _name_best(folder)
+
+
+def _name_best(folder):
+    """A crash between a best step and its name leaves an older one named, while the bar for those that follow is the
+    best one's: its manifest says so too."""
+    for newest in _steps(folder)[-1:]:
+        path = folder / "best"
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError, WriteError):
+            best = json.loads((newest / "manifest.json").read_bytes())["best"]
+            if best is True and not (path.is_file() and path.read_bytes() == newest.name.encode()):
+                write_whole(path, newest.name)
 
 
 def _steps(folder):

@@ -9,6 +9,7 @@ from test_checkpoint import trainee
 import train_ddp
 import train_rl
 from configs import load_config
+from configs.files import write_whole
 from runtime import checkpoint
 from runtime.checkpoint import SaveError
 from runtime.distributed import Team
@@ -88,6 +89,23 @@ def test_nor_does_phase_2s_best_iteration(tmp_path, monkeypatch, first_save_fail
         "phase2.iterations=3", "phase2.imitate_iterations=0", "phase2.train_batch_size=20", "phase2.epochs=1"])
     train_rl.phase2(cfg, ALONE, SimpleNamespace(must_stop=lambda: False, give_up_worker=lambda pool: False, facts=dict))
     assert checkpoint.load(tmp_path / "smoke/phase2", "best")["epoch"] == 2
+
+
+def test_best_epoch_is_named_after_a_crash_before_its_name_was_written(tmp_path, monkeypatch):
+    """The bar was that epoch's, the name one before it: where no later epoch was better, phase 2 began with that one's
+    weights, and the best ones were removed as old."""
+    def killed(path, text):
+        if path.name == "best":
+            raise KeyboardInterrupt
+        write_whole(path, text)
+    checkpoint.save(tmp_path, 1, {}, best=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "write_whole", killed)
+        checkpoint.save(tmp_path, 2, {"epoch": 2}, best=True)
+    assert checkpoint.load(tmp_path, "best") == {"epoch": 2}
+    for step in range(3, 9):
+        checkpoint.save(tmp_path, step, {})
+    assert checkpoint.load(tmp_path, "best") == {"epoch": 2}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
