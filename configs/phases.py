@@ -93,7 +93,7 @@ class CurriculumConfig:
 @dataclass
 class PPOConfig:
     """Phase 2: PPO."""
-    iterations: int = opt(200, "collect-and-learn rounds", low=1)
+    iterations: int = opt(80, "collect-and-learn rounds", low=1)
     train_batch_size: int = opt(4000, "environment steps per iteration over all ranks, rounded up to fragments", low=1)
     minibatch_size: int = opt(128, "environment steps per optimiser step over all ranks", low=1)
     epochs: int = opt(10, "passes over each batch", low=1)
@@ -108,14 +108,14 @@ class PPOConfig:
     cost_weight: float = opt(150.0, "fixed price of one unit of C_int, in points of score (phase 3 learns it)", low=0)
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit, 0 = none", low=0)
-    imitate: str = opt("lane_advice", "rule (env/baselines.py) that drives and is imitated at first", choices=BASELINES)
-    imitate_iterations: int = opt(0, "for so many iterations; 0 = PPO from the start", low=0)
-    imitate_corrections: int = opt(0, "then for so many the policy drives and learns what the rule would do (DAgger)",
-                                   low=0)
+    imitate: str = opt("harmonise", "rule (env/baselines.py) that drives and is imitated at first", choices=BASELINES)
+    imitate_iterations: int = opt(20, "for so many iterations", low=0)
+    imitate_corrections: int = opt(60, "then for so many the policy drives and learns what the rule would do (DAgger); "
+                                       "PPO follows, from the start if both are 0", low=0)
     imitate_keep: int = opt(0, "rollouts of the warm start kept on the disk and learned from again (DAgger keeps all)",
                             low=0)
-    imitate_lr: float = opt(1e-3, "Adam learning rate of these iterations, at first; it falls linearly to 0", low=0)
-    exploration: float = opt(0.5, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
+    imitate_lr: float = opt(2e-3, "Adam learning rate of these iterations, at first; it falls linearly to 0", low=0)
+    exploration: float = opt(0.2, "standard deviation of the acceleration before it is squashed, at first", low=1e-3)
     checkpoint_every: int = opt(10, "iterations between checkpoints; each starts fresh episodes", low=1)
     spill_mb: int = opt(0, "a rollout that grows beyond it moves to a file in the run folder, MB; 0 = never", low=0)
     curriculum: CurriculumConfig = sub(CurriculumConfig)
@@ -145,7 +145,7 @@ class Phase3Config:
     multiplier_lr: float = opt(20000.0, "dual ascent step per unit of an episode's C_int above the limit", low=0)
     multiplier_proportional: float = opt(0.0, "PID control: gain of C_int above the limit; 0 = dual ascent", low=0)
     multiplier_derivative: float = opt(0.0, "PID control: gain of a rise of C_int since the last epoch", low=0)
-    multiplier_max: float = opt(50000.0, "upper clamp of the multiplier", low=0)
-    anchor: float = opt(1.0, "weight of the divergence from phase 2's policy in the loss", low=0)
+    multiplier_max: float = opt(5000.0, "upper clamp of the multiplier: a higher price is paid in jams", low=0)
+    anchor: float = opt(10.0, "weight of the divergence from phase 2's policy in the loss", low=0)
     checkpoint_every: int = opt(10, "epochs between checkpoints; each starts fresh episodes", low=1)
     amp: AmpConfig = sub(AmpConfig)

@@ -93,7 +93,7 @@ class ModelConfig:
     """Size and kind of computation of the model."""
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
-    lane_room_m: float = opt(5.0, "lane changes only where both gaps on the new lane are longer, m, 0 = all", low=0)
+    lane_room_m: float = opt(0.0, "lane changes only where both gaps on the new lane are longer, m, 0 = all", low=0)
     gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)
 
 
@@ -184,7 +184,7 @@ class CheckpointConfig:
 class EvaluateConfig:
     """Scoring (evaluate.py)."""
     seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 1)
-    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "policy"],
+    controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "harmonise", "policy"],
                                  "who is scored: rules of env/baselines.py, policy",
                                  choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)

@@ -387,7 +387,7 @@ def test_first_weights_come_from_the_nearest_phase_or_are_missed_loudly(tmp_path
     other = Config()
     other.model.lane_room_m = 7.0  # phase 3 went on with other lane changes than phase 2 had learned, in silence
     first_weights(model, other, folder, (2, 1), said.append)
-    assert "lane_room_m=5 and goes on with 7" in said[-1]
+    assert "lane_room_m=0 and goes on with 7" in said[-1]
 
 
 def test_a_phase_with_its_own_checkpoint_does_not_start_untrained(tmp_path):

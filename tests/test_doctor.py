@@ -173,7 +173,7 @@ def test_expected_time_by_hand():
     assert times["phase2"] == pytest.approx(2 * (3200 / (16 / 0.01) + 50 * 0.033))
     # 32 environments x 200 steps; 320 sequences a rank in 13 micro-batches of 24, four times
     assert times["phase3"] == pytest.approx(5 * (6400 / 1600 + 4 * 13 * 0.025))
-    assert times["evaluate"] == pytest.approx(20 * 50 * (4 * 0.005 + 0.005 + 1e-3 / 32))
+    assert times["evaluate"] == pytest.approx(20 * 50 * (5 * 0.005 + 0.005 + 1e-3 / 32))
     cfg.env.suite = ["same"] * 3  # it was that of one variant
     assert forecast(cfg, speed())["evaluate"] == pytest.approx(3 * times["evaluate"])
 

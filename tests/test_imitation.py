@@ -86,7 +86,7 @@ def test_rule_drives_through_the_policys_interface(name, scenarios):
     cfg.model.preset, cfg.env.warmup_s, cfg.env.max_vehicles, cfg.shield.enabled = "small", 120.0, 200, False
     with make_pool(cfg, 0, 2, scenarios) as pool:
         pool.reset([1, 2])
-        cfg.phase2.imitate = name
+        cfg.phase2.imitate, cfg.model.lane_room_m = name, 5.0
         driver = RuleDriver(lambda env: train_rl.imitated(cfg, env), TrafficModel(cfg), 2, 200)
         observation = {key: pool.arrays[key].copy() for key in pool.final}
         choice, commands = driver.decide(driver.perceive(observation, [0, 1]))
