@@ -41,15 +41,16 @@ from models.policy import TrafficModel
 PACKAGES = {"sb3": "stable_baselines3", "sb3_gnn": "stable_baselines3", "rllib": "ray", "rllib_gnn": "ray"}
 SIDES = ("ours", *PACKAGES, "env")
 TARGETS = {"sb3": {"speed": 2.0}, "rllib": {"speed": 3.0, "memory": 3.0}, "memory_mb": 2000.0}
+PPO = ["phase2.imitate_iterations=0", "phase2.imitate_corrections=0"]  # from the start
 SETTINGS = [
+    *PPO,
     "run.device=cpu", "run.threads=1", "env.horizon_s=384", "env.max_vehicles=200", "env.terminate_on_collision=false",
     "model.preset=small", "rollout.num_workers=2", "rollout.num_envs_per_worker=1", "phase2.iterations=4",
-    "phase2.imitate_iterations=0", "phase2.imitate_corrections=0",
     "phase2.train_batch_size=768", "phase2.fragment_length=384", "phase2.minibatch_size=128", "phase2.epochs=10",
     "phase2.target_kl=1e9", "phase2.checkpoint_every=1000"]
 # The default configuration (full size, 6 x 2, batches of 4800 steps). The second iteration holds both batches; more
 # epochs over them take time, not memory.
-MEMORY = ["run.device=cpu", "rollout.num_workers=6", "rollout.num_envs_per_worker=2", "phase2.iterations=2",
+MEMORY = [*PPO, "run.device=cpu", "rollout.num_workers=6", "rollout.num_envs_per_worker=2", "phase2.iterations=2",
           "phase2.epochs=1"]
 
 
