@@ -235,12 +235,13 @@ def test_lanes_are_chosen_where_they_exist_and_have_room(small):
     widths = (SMALL.gnn_width, SMALL.latent, SMALL.latent, len(DOWNSTREAM), NODE_FEATURES)
     parts = [torch.zeros(2, 6, n) for n in widths]
     features = small.controller.candidate_features(*parts, surround)
-    lanes = small.controller.lane_choices(features)
+    wary = Controller(SMALL, 5, room_m=5.0)
+    lanes = wary.lane_choices(features)
     room = gaps.amin(-1) > 5.05
     assert lanes[..., 1].all() and room[0, :3].tolist() == [[False] * 2, [True] * 2, [True] * 2]
     assert torch.equal(lanes[..., 0], (surround[..., HAS_LEFT] == 1) & room[..., 0])
     assert torch.equal(lanes[..., 2], (surround[..., HAS_RIGHT] == 1) & room[..., 1])
-    assert torch.equal(lanes, small.controller.lane_choices(features.half()))
+    assert torch.equal(lanes, wary.lane_choices(features.half()))
     anywhere = Controller(SMALL, 5, room_m=0.0).lane_choices(features)
     assert torch.equal(anywhere[..., ::2], surround[..., HAS_LEFT:HAS_LEFT + 2] == 1) and (anywhere != lanes).any()
 
