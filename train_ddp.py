@@ -11,7 +11,6 @@ model (auxiliary loss) and the shield's risk head.
 Interrupt it (Ctrl-C) and start it again with the same command: it continues.
 """
 import contextlib
-import functools
 import math
 import sys
 import time
@@ -43,7 +42,7 @@ from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
 from runtime.resources import share_of_workers
-from runtime.rollout import Collector, check_collection, take_turn
+from runtime.rollout import Collector, check_collection
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
                               rescale_values, run_folder, save_config, to_device)
@@ -227,8 +226,7 @@ def phase3(cfg, team, guard):
                 driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
                                 leave_below=cfg.evaluate.leave_below)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
-                collector.move_seed = functools.partial(take_turn, variants=len(cfg.env.suite), iteration=c["epoch"],
-                                                        every=p.checkpoint_every)
+                collector.take_turns(len(cfg.env.suite), p.checkpoint_every)
                 collector.begin(c["epoch"])
             batch, facts = collector.collect(p.fragment_length)
             start = time.perf_counter()

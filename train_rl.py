@@ -34,7 +34,7 @@ from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard
 from runtime.resources import claim, share_of_workers, threads_per_process
-from runtime.rollout import Collector, note_cut_episodes, take_turn
+from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder
@@ -65,8 +65,7 @@ def phase2(cfg, team, guard):
                 note_cut_episodes(cfg, team, 2, steps)
             if boundary:
                 collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
-                collector.move_seed = functools.partial(take_turn, variants=len(cfg.env.suite), iteration=c["epoch"],
-                                                        every=p.checkpoint_every)
+                collector.take_turns(len(cfg.env.suite), p.checkpoint_every)
                 collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, c["epoch"])
             slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
             set_learning_rate(optimizer, p.imitate_lr * (1 - c["epoch"] / taught) if imitate else p.lr * slower)

@@ -94,8 +94,6 @@ def check_settings(path, settings, remedy):
         write_whole(path, json.dumps(settings, indent=1))
         return
     old = read_json(path, "the settings of this data set")
-    if not isinstance(old, dict):
-        raise DataError(f"{path}: damaged, not the settings of a data set; {remedy}")
     if old != json.loads(json.dumps(settings)):
         differences = list(_differences(old, settings))[:5]
         raise DataError(f"{path}: this data set was made with other settings ({'; '.join(differences)}); {remedy}")

@@ -80,6 +80,10 @@ class Collector:
         self.folder, self.spill_mb = folder, spill_mb
         self.move_seed = lambda seed: seed  # to a variant of the suite
 
+    def take_turns(self, variants, every):
+        """Environments begin anew every so many iterations, and are to see all variants of the suite: see take_turn."""
+        self.move_seed = lambda seed: take_turn(seed, variants, self.iteration, every)
+
     def begin(self, iteration):
         """Fresh episodes in every environment: the start of a run and every checkpoint boundary."""
         envs = range(self.pool.num_envs)

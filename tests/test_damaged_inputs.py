@@ -193,7 +193,7 @@ def test_chunks_without_their_settings_are_refused(raw):
 @pytest.mark.parametrize("content", ["[]", "null", "3"])
 def test_settings_of_another_kind_are_refused(raw, content):
     (raw / "raw/config.json").write_text(content)
-    with pytest.raises(DataError, match="config.json: damaged"):
+    with pytest.raises(DataError, match="config.json: damaged or half written, not the settings"):
         preprocess(config(raw), silent)
 
 
