@@ -11,7 +11,7 @@ those of evaluate.py.
 The planner is no controller: its copies know how each driver is going to dawdle. How much that is worth "chance" tells,
 which chooses in the same way among as many options that are the rule itself, but for one second each in which nobody is
 commanded. What the planner gains beyond that is what the right rule at the right time is worth. Needs the package
-libsumo; an episode takes as long as (number of options) * ahead / every episodes without a planner.
+libsumo (pip install -e ".[fast]"); an episode takes as long as (number of options) * ahead / every without a planner.
 """
 import multiprocessing
 import os
