@@ -13,18 +13,16 @@ which chooses in the same way among as many options that are the rule itself, bu
 commanded. What the planner gains beyond that is what the right rule at the right time is worth. Needs the package
 libsumo (pip install -e ".[fast]"); an episode takes as long as (number of options) * ahead / every without a planner.
 """
-import multiprocessing
 import os
 import struct
 import sys
 import tempfile
 import traceback
-from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
 from benchmarks.arguments import at_least, some_of, writable
-from benchmarks.report import finish
+from benchmarks.report import executor, finish
 from benchmarks.tune_rules import KNOWN
 from configs import ConfigError
 from configs.command_line import parse
@@ -173,12 +171,12 @@ def add_options(parser):
     parser.add_argument("--json", type=writable, default="headroom.json", help="where the result goes")
 
 
-def run(cfg, options, ways, texts, seeds, folder, executor):
+def run(cfg, options, ways, texts, seeds, folder, pool):
     """{variant or "mean": what `tell` returns}; the longest episodes begin first."""
     suite = dict(zip(cfg.env.suite, cfg.variants()))
     jobs = [(text, way, seed) for way in reversed(ways) for text in suite for seed in seeds]
-    futures = [executor.submit(episode, suite[text], way, seed, folder, options.rule, texts, options.every,
-                               options.ahead) for text, way, seed in jobs]
+    futures = [pool.submit(episode, suite[text], way, seed, folder, options.rule, texts, options.every, options.ahead)
+               for text, way, seed in jobs]
     rows = {text: [] for text in suite}
     for (text, way, seed), future in zip(jobs, futures):
         rows[text].append(future.result())
@@ -200,12 +198,9 @@ def main():
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     ways = [way for way in WAYS if way in ("none", *options.ways.split(","))]  # scores need the run without control
     options_of(cfg, "planner", options.rule, texts, options.every)  # a wrong one is refused before hours are spent
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(options.processes, context, die_with_parent,
-                                                                      (os.getpid(),)) as executor:
+    with tempfile.TemporaryDirectory() as folder, executor(options.processes) as pool:
         check_scenario(cfg, folder)
-        results = run(cfg, options, ways, texts, seeds, folder, executor)
+        results = run(cfg, options, ways, texts, seeds, folder, pool)
     finish(options.json, suite=cfg.env.suite, k=cfg.env.max_commands, rule=options.rule, options=texts,
            every=options.every, ahead=options.ahead, seeds=seeds, results=results)
 

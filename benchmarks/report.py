@@ -1,10 +1,16 @@
-"""What the benchmarks share: repeating ways in turn, and saying on what machine."""
+"""What the benchmarks share: repeating ways in turn, processes for whole episodes, and saying on what machine."""
+import contextlib
 import gc
 import json
+import multiprocessing
 import os
+import signal
 import statistics
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from env.launch import die_with_parent
 from env.worker import settle
 
 
@@ -28,6 +34,27 @@ def settled(way):
             os.sched_setaffinity(0, processors)
             gc.enable()
     return run
+
+
+@contextlib.contextmanager
+def executor(processes):
+    """A ProcessPoolExecutor for whole episodes; what ends the benchmark, a Ctrl-C too, ends its processes at once."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _begin, (os.getpid(),)) as pool:
+        try:
+            yield pool
+        except BaseException:  # what is in the queue may take hours
+            threading.excepthook = lambda failure: None  # the pool's thread may trip over what has been cancelled
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
+
+
+def _begin(parent):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says it, and ends us
+    die_with_parent(parent)
 
 
 def load_line(repeat):

@@ -12,21 +12,18 @@ overrides for any command line; so is the best rule of each variant alone, for a
 """
 import copy
 import functools
-import multiprocessing
 import os
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 
 import numpy as np
 
 from benchmarks.arguments import at_least, writable
-from benchmarks.report import finish
+from benchmarks.report import executor, finish
 from configs import ConfigError
 from configs.command_line import parse
 from configs.traffic import AdviceConfig
-from env.launch import die_with_parent
 from env.score import paired_score
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
@@ -155,12 +152,9 @@ def main():
     if set(seeds + parse_seeds(options.final_seeds)) & set(cfg.evaluate.seeds):
         raise ConfigError(f"--seeds {options.seeds} --final-seeds {options.final_seeds}: some are held-out ones, "
                           f"evaluate.seeds={cfg.evaluate.seeds}")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(options.processes, context, die_with_parent,
-                                                                      (os.getpid(),)) as executor:
+    with tempfile.TemporaryDirectory() as folder, executor(options.processes) as pool:
         check_scenario(cfg, folder)
-        scorer = Scorer(cfg, executor, folder)
+        scorer = Scorer(cfg, pool, folder)
         rules = candidates(cfg, options.draws)
         results = search(scorer, rules, seeds)
         places = winners(results, options.limit, len(cfg.env.suite))

@@ -1,5 +1,6 @@
 """benchmarks/headroom.py: a copy of the simulation drives what the original would drive, and leaves it alone."""
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,17 @@ def test_command_line(tmp_path):
     assert all(list(result["table"]) == ["none", "rule", "chance", "planner"] for result in results.values())
     returns = {way: metrics["return"]["mean"] for way, metrics in results["same"]["table"].items()}
     assert returns["planner"] >= returns["rule"]  # the copies see the whole rest of the episode, and one is the rule
+
+
+def test_ctrl_c_ends_it_at_once():
+    """It used to wait until all episodes in the queue had been driven."""
+    arguments = [sys.executable, "-m", "benchmarks.headroom", "--config", "configs/smoke.yaml", "--seeds", "3-900",
+                 "--ways", "rule", "--processes", "1", "--json", "/dev/null"]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert "seed 3 rule: return" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert "interrupted" in process.stderr.read()
 
 
 @pytest.mark.parametrize("arguments, told", [
