@@ -3,16 +3,17 @@
     python -m benchmarks.headroom --config configs/suite.yaml --seeds 21-24 --json headroom.json
     python -m benchmarks.headroom --options "none; cruise=0; gain=0.3 offset=-2" --every 10 --ahead 60
 
-Every --every seconds the process, which holds the simulation itself (libsumo), is copied (fork) once for each option:
-the rule, and the rule with other numbers of its own, or nobody commanded. In a copy the option drives until the next
-decision and then the rule, --ahead seconds in all; the option with the highest return goes on. K, shield and score are
-those of evaluate.py.
+Every --every control steps the process, which holds the simulation itself (libsumo), is copied (fork) once for each
+option: the rule, and the rule with other numbers of its own, or nobody commanded. In a copy the option drives until the
+next decision and then the rule, --ahead steps in all; the option with the highest return goes on. K, shield and score
+are those of evaluate.py.
 
 The planner is no controller: its copies know how each driver is going to dawdle. How much that is worth "chance" tells,
-which chooses in the same way among as many options that are the rule itself, but for one second each in which nobody is
+which chooses in the same way among as many options that are the rule itself, but for one step each in which nobody is
 commanded. What the planner gains beyond that is what the right rule at the right time is worth. Needs the package
 libsumo (pip install -e ".[fast]"); an episode takes as long as (number of options) * ahead / every without a planner.
 """
+import itertools
 import os
 import struct
 import sys
@@ -29,12 +30,11 @@ from configs.command_line import parse
 from configs.loader import variant
 from controllers import Audit, BaselineController
 from env.launch import die_with_parent
-from env.score import paired_score
-from env.traffic_env import check_scenario, make_env
-from env.workers import WorkerError
-from evaluate import parse_seeds
+from env.traffic_env import check_scenario
+from env.workers import WorkerError, make_pool
+from evaluate import command, parse_seeds, run_jobs, score
 from runtime.ending import run_script
-from runtime.scores import PAIRED, mean_ci, summarise, table, with_interval
+from runtime.scores import differences, paired_lines, summarise, table
 from train_ddp import USER_ERRORS
 
 WAYS = ("none", "rule", "chance", "planner")
@@ -65,7 +65,7 @@ def changed(cfg, rule, text):
 
 
 def options_of(cfg, way, rule, texts, every):
-    """The controllers that a way of driving chooses among; the first one drives the rest of each copy."""
+    """The controllers that a way of driving chooses among."""
     if way in ("none", "rule"):
         return [BaselineController(cfg, "none" if way == "none" else rule)]
     if way == "chance":
@@ -73,19 +73,30 @@ def options_of(cfg, way, rule, texts, every):
     return [BaselineController(cfg, rule), *(changed(cfg, rule, text) for text in texts)]
 
 
-def drive(env, observation, controller, audit=None):
-    """One control step: (observation, reward, whether the episode ended, info)."""
-    chosen = controller.act(observation, 0)
-    if audit:
-        audit.add(chosen)
-    observation, reward, collided, over, info = env.command(*(chosen[x] for x in ("slot", "accel", "lane", "brake")))
-    return observation, reward, collided or over, info
+class Planner:
+    """The option of which a copy of the simulation promises most, chosen anew every `every` steps: a controller for the
+    environment of a SerialPool. The first option drives the rest of each copy."""
 
+    def __init__(self, pool, options, every, ahead):
+        self.pool, self.options, self.every, self.ahead = pool, options, every, ahead
 
-def tried(env, observation, option, rule, every, ahead):
-    """Return of `ahead` steps, driven in a copy of this process: `every` of them by `option`, the rest by `rule`."""
-    reading, writing = os.pipe()
-    if child := os.fork():
+    def begin(self, env, seed):
+        self.steps = 0
+        for option in self.options:
+            option.begin(env, seed)
+
+    def act(self, observation, env):
+        """Commands and the shield's reasons, as of BaselineController."""
+        if self.steps % self.every == 0:
+            self.chosen = self.options[int(np.argmax([self.promised(option) for option in self.options]))]
+        self.steps += 1
+        return self.chosen.act(observation, env)
+
+    def promised(self, option):
+        """Return of the next `ahead` steps, driven in a copy of this process."""
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            self.try_out(option, writing)
         os.close(writing)
         answer = os.read(reading, 8)
         os.close(reading)
@@ -93,70 +104,42 @@ def tried(env, observation, option, rule, every, ahead):
         if len(answer) < 8:
             raise WorkerError("a copy of the simulation ended early; its last words are above")
         return struct.unpack("d", answer)[0]
-    try:  # nothing of the parent may be cleaned up here
-        die_with_parent()
-        total = 0.0
-        for step in range(ahead):
-            observation, reward, ended, _ = drive(env, observation, option if step < every else rule)
-            total += reward
-            if ended:
-                break
-        os.write(writing, struct.pack("d", total))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
 
-
-def episode(cfg, way, seed, folder, rule, texts, every, ahead):
-    """The row of one episode, as evaluate.py has it, and the share of the decisions that were not for the rule."""
-    env, options = make_env(cfg, folder), options_of(cfg, way, rule, texts, every)
-    audit, left = Audit(way, seed), []
-    try:
-        observation, _ = env.reset(seed=seed)
-        for option in options:
-            option.begin(0, seed)
-        ended = False
-        while not ended:
-            chosen = int(np.argmax([tried(env, observation, option, options[0], every, ahead) for option in options]
-                                   if len(options) > 1 else [0.0]))
-            left.append(chosen > 0)
-            for _ in range(every):
-                observation, _, ended, info = drive(env, observation, options[chosen], audit)
+    def try_out(self, option, writing):
+        """What the copy does: it ends here, without cleaning up anything of the original's."""
+        try:
+            die_with_parent()
+            total, audit = 0.0, Audit("", 0)
+            for step in range(self.ahead):
+                command(self.pool, 0, option if step < self.every else self.options[0], audit)
+                self.pool.send([0])
+                ended = self.pool.receive([0])
+                total += float(self.pool.arrays["reward"][0])
                 if ended:
                     break
-    finally:
-        env.close()
-    return {"controller": way, "seed": seed, **info["summary"], **audit.counts, "left_the_rule": float(np.mean(left))}
+            if not self.pool.arrays["lost"][0]:
+                os.write(writing, struct.pack("d", total))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
 
 
-def scored(rows):
-    """The rows of one variant with their scores, each paired with the episode of its seed without control."""
-    base = {row["seed"]: row for row in rows if row["controller"] == "none"}
-    return [{**row, **paired_score(row, base[row["seed"]])} for row in rows]
+def play(cfg, way, seed, folder, rule, texts, every, ahead):
+    """The row of one episode, as evaluate.py has it."""
+    with make_pool(cfg, 0, 1, folder) as pool:
+        options = options_of(cfg, way, rule, texts, every)
+        driver = Planner(pool, options, every, ahead) if len(options) > 1 else options[0]
+        rows, _ = run_jobs(pool, {way: driver}, [(way, seed)], cfg.rollout.restarts, lambda *text: None)
+    return rows[0]
 
 
-def gains(rows, of, over):
-    """{metric of PAIRED: mean_ci} of `of` less `over`, seed by seed, of several variants their mean."""
-    value = {way: {} for way in (of, over)}
-    for row in rows:
-        if row["controller"] in value:
-            value[row["controller"]].setdefault(row["seed"], []).append([row[key] for key in PAIRED])
-    differences = [np.mean(value[of][seed], 0) - np.mean(value[over][seed], 0) for seed in value[of]]
-    return {key: mean_ci(list(gain)) for key, gain in zip(PAIRED, np.transpose(differences))}
-
-
-def tell(name, rows, ways, say=print):
+def tell(name, rows):
     """Print the table of these rows and what each choice among options gains: {"table", "gains"}."""
-    summary = summarise(rows)
-    pairs = [(of, over) for of, over in (("chance", "rule"), ("planner", "rule"), ("planner", "chance"))
-             if of in ways and over in ways]
-    result = {"table": summary, "gains": {f"{of} - {over}": gains(rows, of, over) for of, over in pairs}}
-    say(f"\n{name}: mean +- 95 % interval\n{table(summary)}")
-    for pair, gain in result["gains"].items():
-        say(f"{pair}, paired: " + ", ".join(f"{title} {with_interval(gain[key], form)}"
-                                            for key, (title, form) in PAIRED.items()), flush=True)
-    return result
+    summary, without = summarise(rows), [row for row in rows if row["controller"] != "planner"]
+    pairs = {**differences(without, whom="chance"), **differences(rows, whom="planner")}
+    print("\n".join(["", f"{name}: mean +- 95 % interval", table(summary), *paired_lines(pairs)]), flush=True)
+    return {"table": summary, "gains": pairs}
 
 
 def add_options(parser):
@@ -174,16 +157,16 @@ def add_options(parser):
 def run(cfg, options, ways, texts, seeds, folder, pool):
     """{variant or "mean": what `tell` returns}; the longest episodes begin first."""
     suite = dict(zip(cfg.env.suite, cfg.variants()))
-    jobs = [(text, way, seed) for way in reversed(ways) for text in suite for seed in seeds]
-    futures = [pool.submit(episode, suite[text], way, seed, folder, options.rule, texts, options.every, options.ahead)
-               for text, way, seed in jobs]
+    futures = {(text, way, seed): pool.submit(play, suite[text], way, seed, folder, options.rule, texts, options.every,
+                                              options.ahead)
+               for way in reversed(ways) for text in suite for seed in seeds}
     rows = {text: [] for text in suite}
-    for (text, way, seed), future in zip(jobs, futures):
+    for (text, way, seed), future in futures.items():
         rows[text].append(future.result())
         print(f"{text} seed {seed} {way}: return {rows[text][-1]['return']:.1f}", flush=True)
-    rows = {text: scored(of_variant[::-1]) for text, of_variant in rows.items()}  # as in WAYS again
-    results = {text: tell(text, of_variant, ways) for text, of_variant in rows.items()}
-    return {**results, "mean": tell("mean of all", sum(rows.values(), []), ways)} if len(rows) > 1 else results
+    rows = {text: score(of_variant, list(itertools.product(ways, seeds))) for text, of_variant in rows.items()}
+    results = {text: tell(text, of_variant) for text, of_variant in rows.items()}
+    return {**results, "mean": tell("mean of all", sum(rows.values(), []))} if len(rows) > 1 else results
 
 
 def main():
@@ -191,6 +174,9 @@ def main():
     cfg, seeds, texts = options.config, parse_seeds(options.seeds), [t.strip() for t in options.options.split(";")]
     if set(seeds) & set(cfg.evaluate.seeds):
         raise ConfigError(f"--seeds {options.seeds}: some are held-out ones, evaluate.seeds={cfg.evaluate.seeds}")
+    if options.every < len(texts):
+        raise ConfigError(f"--every {options.every}, {len(texts)} --options: chance needs a step for each option, in "
+                          "which nobody is commanded")
     if options.ahead < options.every:
         raise ConfigError(f"--ahead {options.ahead} --every {options.every}: an option is tried for at least as long "
                           "as it drives")

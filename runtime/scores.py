@@ -31,16 +31,16 @@ def summarise(rows):
                    for key, by_seed in metrics.items()} for name, metrics in values.items()}
 
 
-def differences(rows, of=""):
-    """{"policy - RULE" + `of`: {metric of PAIRED: mean_ci}} for every other controller of the rows, seed by seed, of
-    several variants their mean; empty without a policy."""
+def differences(rows, of="", whom="policy"):
+    """{"policy - RULE" + `of`: {metric of PAIRED: mean_ci}} of `whom` and every other controller of the rows, seed by
+    seed, of several variants their mean; empty without it."""
     values, pairs = {}, {}
     for row in rows:
         values.setdefault(row["controller"], {}).setdefault(row["seed"], []).append([row[key] for key in PAIRED])
-    policy = values.pop("policy", None)
-    for rule in sorted(values.keys() - {"none"}) if policy else ():
-        gains = [np.mean(policy[seed], 0) - np.mean(of_seed, 0) for seed, of_seed in values[rule].items()]
-        pairs[f"policy - {rule}{of}"] = {key: mean_ci(list(gain)) for key, gain in zip(PAIRED, np.transpose(gains))}
+    mine = values.pop(whom, None)
+    for rule in sorted(values.keys() - {"none"}) if mine else ():
+        gains = [np.mean(mine[seed], 0) - np.mean(of_seed, 0) for seed, of_seed in values[rule].items()]
+        pairs[f"{whom} - {rule}{of}"] = {key: mean_ci(list(gain)) for key, gain in zip(PAIRED, np.transpose(gains))}
     return pairs
 
 
