@@ -108,6 +108,7 @@ class AdviceConfig:
     cruise_gain: float = opt(0.3, "m/s^2 per m/s of difference to that speed", low=0)
     cruise_brake: float = opt(0.75, "strongest braking to it, m/s^2", low=0, high=3)
     cruise_accel: float = opt(0.3, "strongest acceleration to it, m/s^2", low=0, high=2)
+    cruise_lane: int = opt(0, "only in this lane and those to its left, 0 = the right lane", low=0)
 
 
 @dataclass

@@ -37,7 +37,7 @@ def random(observation, k, rng):
 
 def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, above, brake, accel,
            meter_brake, meter_above, meter_ahead, meter_below, cruise, cruise_margin, cruise_gain, cruise_brake,
-           cruise_accel):
+           cruise_accel, cruise_lane):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
@@ -46,13 +46,15 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     [-brake, accel].
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
-    Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s takes
-    cruise_gain * (cruise - v), cut to [-cruise_brake, cruise_accel]; who drives behind it keeps that speed too.
+    Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s, in
+    lane number `cruise_lane` or one to its left, takes cruise_gain * (cruise - v), cut to [-cruise_brake,
+    cruise_accel]; who drives behind it keeps that speed too.
     Lane moves go first, the nearest merge first; then the strongest braking; then the longest gap ahead.
     """
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
-    moves = icv & (near[:, HAS_LEFT] > 0) & (observation["nodes"][:, LANE] == 0) & (
+    lane = observation["nodes"][:, LANE]
+    moves = icv & (near[:, HAS_LEFT] > 0) & (lane == 0) & (
         distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
     if gap_m > 0:
         moves &= np.minimum(near[:, LEFT_GAP], near[:, LEFT_REAR_GAP]) > gap_m
@@ -63,7 +65,7 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
         mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)
     wanted = np.fmin(np.where(slows & ~moves, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
                      np.where(meters, -meter_brake, np.nan))
-    steady = icv & ~(moves | slows | meters) & (cruise > 0) & (v > cruise - cruise_margin)
+    steady = icv & ~(moves | slows | meters) & (cruise > 0) & (v > cruise - cruise_margin) & (lane >= cruise_lane)
     wanted[steady] = np.clip(cruise_gain * (cruise - v), -cruise_brake, cruise_accel)[steady]
     chosen = np.flatnonzero(moves | slows | meters | steady)
     urgency = np.select([moves, steady], [distance - 1e6, 1e6 - near[:, LEAD_GAP].astype(float)], wanted)[chosen]

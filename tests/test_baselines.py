@@ -226,7 +226,7 @@ def test_brake_of_a_rule_is_sent_and_negative_slots_are_no_command(monkeypatch, 
 # ---- advice -----------------------------------------------------------------------------------------------------
 
 def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
-            room=None, above=0.0, cruise=None):
+            room=None, above=0.0, cruise=None, lane=0):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -246,7 +246,7 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
         if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
                 v > faster and behind < slower):
             wanted, slows = min(-meter, 99 if wanted is None else wanted), True
-        if not (moves or slows) and cruise is not None and v > cruise - 2.6:
+        if not (moves or slows) and cruise is not None and v > cruise - 2.6 and column(o, "lane")[i] >= lane:
             out.append(((2, -near["lead_gap"]), int(i), min(max(0.3 * (cruise - v), -0.75), 0.3), False))
         if moves or slows:
             out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
@@ -297,6 +297,18 @@ def test_speed_advice_leaves_a_jam_alone():
         some, all_of_them = (sent(rule("speed_advice", f"baselines.speed_advice.above={speed}")(o, N, None))
                              for speed in (13, 0))
         assert list(some) == [i for _, i, _, _ in advised(o, *numbers, above=13)] and set(some) <= set(all_of_them)
+        fewer += 0 < len(some) < len(all_of_them)
+    assert fewer > 0
+
+
+def test_speed_harmonisation_leaves_lanes_out():
+    """With `cruise_lane` 1 nobody in the right lane keeps the speed; lane moves and speed advice are the same."""
+    fewer = 0
+    for seed in range(8):
+        o = traffic(seed)
+        some, all_of_them = (sent(rule("harmonise", f"baselines.harmonise.cruise_lane={lane}")(o, N, None))
+                             for lane in (1, 0))
+        assert list(some) == [i for _, i, _, _ in advised(o, *HARMONISE, lane=1)] and set(some) <= set(all_of_them)
         fewer += 0 < len(some) < len(all_of_them)
     assert fewer > 0
 
