@@ -54,8 +54,7 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
     near, icv = observation["surround"], observation["icv"] > 0
     v, distance = (x.astype(float) for x in (observation["nodes"][:, SPEED], near[:, MERGE_DISTANCE]))
     lane = observation["nodes"][:, LANE]
-    moves = icv & (near[:, HAS_LEFT] > 0) & (lane == 0) & (
-        distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
+    moves = icv & (near[:, HAS_LEFT] > 0) & (lane == 0) & (distance < reach_m) & (near[:, MERGE_VEHICLES] >= vehicles)
     if gap_m > 0:
         moves &= np.minimum(near[:, LEFT_GAP], near[:, LEFT_REAR_GAP]) > gap_m
     mean = mean_speed_ahead(observation, ahead)

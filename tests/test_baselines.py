@@ -277,38 +277,19 @@ def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
     assert moved > 3 and (slowed > 0) == (name != "lane_advice") and (metered > 0) == (name == "tuned" and k == N)
 
 
-def test_advice_can_wait_for_a_gap():
-    """Half of the gaps that `traffic` draws are shorter than 20 m: some of the moves are left, none is new."""
-    numbers, fewer = (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1), 0
-    for seed in range(8):
-        o = traffic(seed)
-        some, all_of_them = (set(sent(rule("lane_advice", f"baselines.lane_advice.gap_m={gap}")(o, N, None)))
-                             for gap in (20, 0))
-        assert some == {i for _, i, _, _ in advised(o, *numbers, room=20)} and some <= all_of_them
-        fewer += 0 < len(some) < len(all_of_them)
-    assert fewer > 0
-
-
-def test_speed_advice_leaves_a_jam_alone():
-    """Where the mean speed ahead is at most `above`, nobody is told to slow down; elsewhere the advice is the same."""
-    numbers, fewer = (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1), 0
-    for seed in range(8):
-        o = traffic(seed)
-        some, all_of_them = (sent(rule("speed_advice", f"baselines.speed_advice.above={speed}")(o, N, None))
-                             for speed in (13, 0))
-        assert list(some) == [i for _, i, _, _ in advised(o, *numbers, above=13)] and set(some) <= set(all_of_them)
-        fewer += 0 < len(some) < len(all_of_them)
-    assert fewer > 0
-
-
-def test_speed_harmonisation_leaves_lanes_out():
-    """With `cruise_lane` 1 nobody in the right lane keeps the speed; lane moves and speed advice are the same."""
+@pytest.mark.parametrize("name, numbers, setting, without, limit", [
+    ("lane_advice", (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1), "gap_m=20", "gap_m=0", {"room": 20}),
+    ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1), "above=13", "above=0", {"above": 13}),
+    ("harmonise", HARMONISE, "cruise_lane=1", "cruise_lane=0", {"lane": 1})],
+    ids=["waits_for_a_gap", "leaves_a_jam_alone", "leaves_the_right_lane_alone"])
+def test_advice_to_fewer(name, numbers, setting, without, limit):
+    """With the setting some of those advised without it are left out, and nobody is new. (Half of the gaps that
+    `traffic` draws are shorter than 20 m.)"""
     fewer = 0
     for seed in range(8):
         o = traffic(seed)
-        some, all_of_them = (sent(rule("harmonise", f"baselines.harmonise.cruise_lane={lane}")(o, N, None))
-                             for lane in (1, 0))
-        assert list(some) == [i for _, i, _, _ in advised(o, *HARMONISE, lane=1)] and set(some) <= set(all_of_them)
+        some, all_of_them = (sent(rule(name, f"baselines.{name}.{text}")(o, N, None)) for text in (setting, without))
+        assert list(some) == [i for _, i, _, _ in advised(o, *numbers, **limit)] and set(some) <= set(all_of_them)
         fewer += 0 < len(some) < len(all_of_them)
     assert fewer > 0
 
