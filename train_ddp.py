@@ -128,7 +128,9 @@ def phase1(cfg, team, guard):
                 q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
             module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
         # The position is kept in samples of all ranks together, so another number of ranks continues at the same one.
-        sampler.epoch, sampler.done = c["epoch"], c["samples"]
+        if not c["samples"]:
+            c["window"] = cfg.data.open_chunks  # the order of an epoch depends on it; an interrupted one keeps its own
+        sampler.epoch, sampler.done, sampler.window = c["epoch"], c["samples"], c.get("window", cfg.data.open_chunks)
         start, log = time.perf_counter(), train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch)
         if log is None:
             return guard.leave(f"in epoch {c['epoch'] + 1}")
@@ -152,6 +154,8 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
         if anywhere:
             leave_out(cfg, team, bad)
         step = c["epoch"] * per_epoch + c["samples"] // size  # in steps of now: those of `updates` may have been others
+        if c["updates"] < p.warmup_steps:
+            step = min(step, c["updates"])  # steps that an overflow skipped do not warm up
         rate = learning_rate(step, p.epochs * per_epoch, p.lr, p.warmup_steps)
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
@@ -206,7 +210,7 @@ def phase3(cfg, team, guard):
     first_weights(model, cfg, folder, (2, 1), team.say)
     model.freeze("risk_gnn")
     precision = prepare_model(cfg, team, model, p.amp)
-    model.safety_shield.risk_trained.fill_(True)
+    model.safety_shield.risk_trained.fill_(p.risk_weight > 0)
     model.controller.accel_limit = cfg.evaluate.accel_limit
     objective = ConstrainedLoss(model, cfg.phase2, p)  # its anchor is phase 2's policy, or that of the checkpoint
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
@@ -237,7 +241,8 @@ def phase3(cfg, team, guard):
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, **guard.facts())
-            objectives.move_multiplier(c, summary["c_int"], limit, per_episode, p)
+            if log["overflow_share"] < 1:  # else no step was taken at the price as it is
+                objectives.move_multiplier(c, summary["c_int"], limit, per_episode, p)
             asked = guard.must_stop()
             spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
             fewer = spare and guard.give_up_worker(pool)
@@ -290,10 +295,6 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
     rescale_values(progress.model.controller, team, sequences)
     stream = StreamingDataset(sequences, min(p.batch_size, len(sequences["before"])), p.passes,
                               cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
-    if len(stream) < p.accumulation:
-        raise ConfigError(f"phase3: {stream.count} sequences x {p.passes} passes do not fill one optimiser step of "
-                          f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}; "
-                          "lower one of them or raise phase3.fragment_length")
     for batches in windows(stream, p.accumulation, drop_last=True):
         window = [{name: value.float() if value.dtype == torch.float16 else value
                    for name, value in to_device(batch, team.device).items()} for batch in batches]

@@ -69,8 +69,10 @@ def with_runners_up(scores, chosen):
     released.
 
     They are those whom the controller itself would command beside or instead of the rule's, as it is now: the ones
-    from whom it has most to learn.
+    from whom it has most to learn. They come last, so that everybody whom the rule commands is to outrank them.
     """
+    first = (chosen["release"] | ~chosen["valid"]).byte().argsort(dim=1, stable=True)
+    chosen = {name: value.gather(1, first) for name, value in chosen.items()}
     told = chosen["valid"] & ~chosen["release"]
     place, columns = (~told).cumsum(1) - 1, torch.arange(scores.shape[1], device=scores.device)
     taken = ((chosen["picks"][..., None] == columns) & told[..., None]).any(1)

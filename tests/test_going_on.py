@@ -42,6 +42,28 @@ def test_learning_rate_goes_on_where_it_was_with_another_batch_size(train):
     assert train(*settings, "phase1.batch_size=4") == expected[5 + 3:]
 
 
+def test_steps_that_an_overflow_skips_do_not_warm_up(train, monkeypatch):
+    """fp16 begins with overflows: after five of them the first step that was taken had six tenths of the peak."""
+    skips, step = iter([True] * 5 + [False] * 5), train_ddp.optimiser_step
+    monkeypatch.setattr(train_ddp, "optimiser_step", lambda *arguments: (*step(*arguments)[:2], next(skips)))
+    rates = train("phase1.epochs=2", "phase1.batch_size=4", "phase1.lr=0.01", "phase1.warmup_steps=4")
+    assert rates == [learning_rate(step, 10, 0.01, 4) for step in [0] * 6 + [1, 2, 3, 9]]
+
+
+def test_an_interrupted_epoch_keeps_its_order(train, monkeypatch):
+    """The order follows from data.open_chunks, which may be changed at any time: then some samples came twice, others
+    never."""
+    orders, order = [], train_ddp.BlockSampler.order
+    monkeypatch.setattr(train_ddp.BlockSampler, "order", lambda self: orders.append(order(self)) or orders[-1])
+    settings = ["phase1.epochs=2", "phase1.batch_size=4"]
+    train(*settings, "data.open_chunks=1", stop=2)
+    train(*settings, "data.open_chunks=64")
+    first, again, second = (list(rows) for rows in orders)
+    assert first == again and sorted(second) == sorted(first)
+    train("run.name=other", *settings, "data.open_chunks=64")
+    assert orders[-1].tolist() == second and orders[-2].tolist() != first
+
+
 def test_another_data_set_is_told_and_begins_the_search_for_the_best_epoch_anew(train, tmp_path, capsys):
     """Losses on new data were compared with the best one on the old, so that `best` stayed with the old data's weights;
     and a finished phase said "finished" once more, with data in config.yaml that it had never seen."""

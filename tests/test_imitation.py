@@ -74,6 +74,16 @@ def test_runners_up_are_whom_the_controller_would_pick_next():
     assert few["picks"][few["valid"]].tolist() == [1, 0] and few["release"].all()
 
 
+def test_everybody_whom_the_rule_commands_outranks_the_runners_up():
+    """A lane change without room, which comes first in the rule's order, is released; its place went to the strongest
+    candidate beside the rule's, whom the picks after it did not have to outrank then."""
+    chosen = {"picks": torch.tensor([[0, 3, 1]]), "valid": torch.ones(1, 3, dtype=torch.bool),
+              "release": torch.tensor([[True, False, False]]), "u": torch.tensor([[9.0, 0.3, 0.1]])}
+    filled = with_runners_up(torch.tensor([[1.0, 0.0, 5.0, -1.0]]), chosen)
+    assert filled["picks"].tolist() == [[3, 1, 2]] and filled["release"].tolist() == [[False, False, True]]
+    torch.testing.assert_close(filled["u"][:, :2], torch.tensor([[0.3, 0.1]]))
+
+
 def test_accelerations_survive_the_squashing():
     wanted = torch.tensor([-2.5, -1.0, 0.0, 1.8])
     torch.testing.assert_close(acceleration(pre_squash(wanted)), wanted)

@@ -115,13 +115,6 @@ def python_of_theirs(folder, monkeypatch):
     coordinator.resource_plan(Config())
 
 
-def phase3_sequences(monkeypatch):
-    monkeypatch.setattr(train_ddp, "rescale_values", lambda *_: None)
-    progress = SimpleNamespace(model=SimpleNamespace(controller=None), counters={"epoch": 0})
-    cfg = load_config("configs/smoke.yaml", ["phase3.accumulation=9"])
-    train_ddp.learn_constrained(cfg, TEAM, progress, None, {"before": torch.zeros(4, 1)}, None)
-
-
 def find_batch_size(monkeypatch):
     monkeypatch.setattr(train_ddp, "StopRequest", object)
     monkeypatch.setattr(sys, "argv", ["train_ddp.py", "--phase", "3", "--find-batch-size"])
@@ -189,7 +182,8 @@ CASES = [
      ["ranges.json", "missing", "remove"]),
     ("training samples do not fill one step", lambda t, m, r: too_few(r, "phase1.accumulation=50"),
      ["22 training samples", "1 ranks x 4 x accumulation 50", "collect more"]),
-    ("do not fill one optimiser step of ", lambda t, m, r: phase3_sequences(m),
+    ("do not fill one optimiser step of ", lambda t, m, r: rollout.check_collection(
+        load_config("configs/smoke.yaml", ["phase3.accumulation=9"]), TEAM, 1),
      ["4 sequences x 1 passes", "accumulation=9", "raise phase3.fragment_length"]),
     ("--find-batch-size {budget}", lambda t, m, r: find_batch_size(m), ["--phase 1", "live SUMO"]),
     ("is larger than an iteration of ", lambda t, m, r: train_rl.steps_per_env(

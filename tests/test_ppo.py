@@ -239,9 +239,11 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
                                                             "evaluate.accel_limit=0.5",
-                                                            "phase3.world_model_weight=0"]),
+                                                            "phase3.world_model_weight=0",
+                                                            "phase3.risk_weight=0"]),
                          Team(0, 1, 0, 1, torch.device("cpu")), None)
     assert not any(p.requires_grad for p in made[0].model.world_model.parameters())  # DDP would wait for gradients
+    assert not made[0].model.safety_shield.risk_trained  # nor does a head that nothing is taught strike commands
     assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)]
 
 
