@@ -41,3 +41,11 @@ def some_of(names):
             raise argparse.ArgumentTypeError(f"{','.join(wrong)!r}: expected some of {','.join(map(str, names))}")
         return text
     return chosen
+
+
+def new_parser(doc, results):
+    """A parser with --json, the file that the results go to; without it to `results`, None = nowhere."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=writable, default=results,
+                        help="where the results go (default: %(default)s)")
+    return parser

@@ -4,12 +4,11 @@
 
 Times one attention layer (forward and backward, one thread on CPU) on random graphs; the two ways alternate.
 """
-import argparse
 import time
 
 import torch
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import alternate, finish, load_line
 from models.presets import PRESETS
 from models.risk_gnn import RiskAttention
@@ -47,12 +46,11 @@ def compare(sizes, vehicles, batch, repeat, device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "attention.json")
     parser.add_argument("--preset", default="full", choices=PRESETS)
     parser.add_argument("--batch", type=at_least(1), default=4)
     parser.add_argument("--repeat", type=at_least(1), default=7)
     parser.add_argument("--device", default=DEVICES[0], choices=DEVICES)
-    parser.add_argument("--json", type=writable, default="attention.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -5,7 +5,6 @@
 This program is the root of the process tree, and the balloon its child, so the guard of train_rl.py counts the balloon.
 One line per promise; exit code 1 when one is not kept. Takes some minutes and memory.budget_gb (3 GB) of memory.
 """
-import argparse
 import os
 import re
 import signal
@@ -15,12 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.arguments import writable
-from benchmarks.report import finish
+from benchmarks.arguments import new_parser
+from benchmarks.report import ROOT, finish
 from runtime.memory import component, process_tree, proportional_mb
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET_MB, PATIENCE_S = 3 * 1024, 300
 WORDS = ["--config", str(ROOT / "configs/smoke.yaml"), "run.name=balloon", "run.threads=1", "run.device=cpu",
          f"memory.budget_gb={BUDGET_MB // 1024}", "memory.every_s=1", "rollout.num_workers=4",
@@ -130,9 +128,7 @@ def drill(folder, words, check):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", type=writable, default="balloon.json",
-                        help="where the results go (%(default)s)")
+    parser = new_parser(__doc__, "balloon.json")
     options, words = parser.parse_known_args()
     rows = []
 

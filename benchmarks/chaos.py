@@ -24,14 +24,13 @@ import numpy as np
 
 from benchmarks.arguments import at_least, positive, writable
 from benchmarks.leftovers import marked_environment, survivors
-from benchmarks.report import finish, load_line
+from benchmarks.report import ROOT, finish, load_line
 from configs import ConfigError
 from configs.command_line import parse
 from runtime.ending import run_script
 from runtime.memory import component, process_tree
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["data.samples=100", "phase1.epochs=2", "phase1.stage1_epochs=1", "phase2.checkpoint_every=1",
          "env.call_timeout_s=5", "env.start_timeout_s=10", "rollout.restarts=10"]
 WORD, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT))

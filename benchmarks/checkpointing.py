@@ -6,12 +6,11 @@ Activation memory is counted exactly: the distinct tensors that autograd keeps f
 of the world model's loss over sequences of embeddings (as in phase 3), and of phase 1's loss, where the graph network,
 which is not checkpointed, comes on top. Times of forward and backward are medians; with and without alternate.
 """
-import argparse
 import time
 
 import torch
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss, world_model_loss
@@ -54,11 +53,10 @@ def timed(loss, on):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "checkpointing.json")
     parser.add_argument("--preset", default="full", choices=PRESETS)
     parser.add_argument("--batch", type=at_least(1), default=8)
     parser.add_argument("--repeat", type=at_least(1), default=5)
-    parser.add_argument("--json", type=writable, default="checkpointing.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -139,7 +139,7 @@ def difference(one, other, at=""):
     if not at:
         one, other = ({name: state[name] for name in LEARNED} for state in (one, other))
     if isinstance(one, torch.Tensor):
-        return None if torch.equal(one, other) else at
+        return None if one.dtype == other.dtype and torch.equal(one, other) else at
     if isinstance(one, dict) and list(one) == list(other):
         return next(filter(None, (difference(one[k], other[k], f"{at}.{k}") for k in one)), None)
     if isinstance(one, (list, tuple)) and len(one) == len(other):

@@ -147,21 +147,21 @@ def strangers_port(place):
     from env.scenarios import build_scenario
     from env.workers import make_pool
     cfg = load_config("configs/smoke.yaml", ["env.start_timeout_s=20"])
-    road, real, taken = build_scenario(cfg, place.folder / "roads"), sumo._free_port, []
+    road, real, taken = build_scenario(cfg, place.folder / "roads"), sumo.free_port, []
     taken.append(real())
     stranger = subprocess.Popen([find_binary("sumo"), "-c", road, "--remote-port", str(taken[0])],
                                 env=sumo_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         time.sleep(2)
         offered = list(taken)
-        sumo._free_port = lambda: offered.pop() if offered else real()
+        sumo.free_port = lambda: offered.pop() if offered else real()
         with make_pool(cfg, 0, 1, str(place.folder / "roads")) as pool:
             pool.reset([1])
             simulator = pool.environments.envs[0].simulator
             port = simulator.client._socket.getpeername()[1]
             promise(port != taken[0] and simulator.time() >= 0, "talks to a stranger")
     finally:
-        sumo._free_port = real
+        sumo.free_port = real
         stranger.kill()
         stranger.wait()
     return f"port {taken[0]} refused, port {port} taken"

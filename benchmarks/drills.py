@@ -6,7 +6,6 @@ happened.
 
 Exit code 1 when a promise was broken.
 """
-import argparse
 import importlib.util
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 from benchmarks import drill_inputs as inputs
 from benchmarks import drill_processes as processes
 from benchmarks import drill_state as state
-from benchmarks.arguments import some_of, writable
+from benchmarks.arguments import new_parser, some_of
 from benchmarks.drill_place import ROOT, SMOKE, Broken, Place, ended_well
 from benchmarks.report import finish, load_line
 
@@ -102,10 +101,9 @@ def one(drill, base, folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, None)
     parser.add_argument("--only", type=some_of([drill[0] for drill in DRILLS]),
                         help="numbers of single drills, for example 1,2,12")
-    parser.add_argument("--json", type=writable, help="write the results to this file")
     options = parser.parse_args()
     wanted = [int(n) for n in options.only.split(",")] if options.only else [drill[0] for drill in DRILLS]
     start, rows = time.monotonic(), []

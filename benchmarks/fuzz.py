@@ -5,7 +5,6 @@
 No traceback, nothing started but SUMO where a network must be tried, no file of the user changed, no code from a file
 executed. Cases run in forked processes as the scripts that they are; every tenth through a real command line.
 """
-import argparse
 import contextlib
 import importlib
 import json
@@ -22,12 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.arguments import at_least, some_of, writable
+from benchmarks.arguments import at_least, new_parser, some_of
 from benchmarks.fuzz_inputs import KINDS, PAYLOAD, SMOKE
-from benchmarks.report import finish
+from benchmarks.report import ROOT, finish
 from configs.files import file_hash
 
-ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 120  # s
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -116,12 +114,11 @@ def one_case(number, seed, base, place, real):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, None)
     parser.add_argument("--count", type=at_least(1), default=200, help="damaged inputs (default: %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=1)
     parser.add_argument("--only", type=some_of(range(10_000)), help="numbers of single cases, for example 3,17")
     parser.add_argument("--base", help="keep the undamaged files in this folder, or find them there")
-    parser.add_argument("--json", type=writable, help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("data.preprocess", "data.check", "train_ddp", "train_rl", "evaluate"):

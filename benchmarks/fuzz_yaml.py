@@ -1,19 +1,10 @@
 """Damaged configurations: (command line, words of which the refusal must name one), see benchmarks/fuzz_inputs.py."""
-from dataclasses import fields, is_dataclass
-
 import numpy as np
 
 from configs import Config
+from configs.options import leaves
 
-
-def settings(node=None, prefix=""):
-    """[(dotted key, default, metadata)] of the whole schema."""
-    found = []
-    for field in fields(node or Config()):
-        value = getattr(node or Config(), field.name)
-        found += settings(value, f"{prefix}{field.name}.") if is_dataclass(value) else [
-            (prefix + field.name, value, field.metadata)]
-    return found
+SETTINGS = list(leaves(Config()))
 
 
 def yaml_of(key, text):
@@ -25,7 +16,7 @@ def yaml_of(key, text):
 
 def wrong_value(rng):
     """A value that no setting of its type takes."""
-    key, value, meta = settings()[rng.integers(len(settings()))]
+    key, value, meta = SETTINGS[rng.integers(len(SETTINGS))]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     wrong = ["[[1]]", "{a: 1}", "~", "!!binary aGVsbG8=", "2024-02-02", '"a\\0b"', '"\\ud800"']
     digits = "9" * (30 if isinstance(value, int) else 400)
@@ -35,7 +26,7 @@ def wrong_value(rng):
 
 
 def unknown_key(rng):
-    key, _, _ = settings()[rng.integers(len(settings()))]
+    key, _, _ = SETTINGS[rng.integers(len(SETTINGS))]
     letters = list(key)
     at = len(key) - 1 - rng.integers(len(key.split(".")[-1]))
     letters.insert(at, "q")

@@ -5,12 +5,11 @@
 Peak of what PyTorch allocates (and reserves) for weights, gradients, AdamW and activations, with autocast; the CUDA
 context, some hundred MB, comes on top. Needs a GPU, no SUMO and no data.
 """
-import argparse
 import sys
 
 import torch
 
-from benchmarks.arguments import writable
+from benchmarks.arguments import new_parser
 from benchmarks.report import finish
 from configs import load_config
 from models.losses import ConstrainedLoss, WorldModelLoss
@@ -72,9 +71,8 @@ def peak(module, arguments, kind):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "gpu_memory.json")
     parser.add_argument("--config", default="configs/default.yaml")
-    parser.add_argument("--json", type=writable, default="gpu_memory.json")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("error: PyTorch finds no GPU here; this benchmark measures one", file=sys.stderr)

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import finish
 from configs import Config
 from configs.files import file_hash, write_whole
@@ -223,8 +223,7 @@ def memory_growth(folder):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="loader.json")
+    parser = new_parser(__doc__, "loader.json")
     parser.add_argument("--repeat", type=at_least(1), default=7)
     parser.add_argument("--rows", type=at_least(50), default=2000, help="samples of the data set (%(default)s)")
     parser.add_argument("--read", help=argparse.SUPPRESS)

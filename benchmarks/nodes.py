@@ -8,7 +8,6 @@ optimisers must be those of the undisturbed run bit for bit, and nothing may liv
 """
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,27 +15,21 @@ import time
 from pathlib import Path
 
 from benchmarks.arguments import writable
+from benchmarks.drill_place import difference
 from benchmarks.leftovers import marked_environment, survivors
-from benchmarks.report import finish, load_line
-from benchmarks.resume import equal
+from benchmarks.report import ROOT, finish, load_line
 from configs import ConfigError
 from configs.command_line import parse
+from env.sumo import free_port
 from runtime import checkpoint
 from runtime.ending import run_script
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 LONGER = ["run.threads=1", "phase1.epochs=6", "phase2.iterations=6", "phase3.epochs=6", "rollout.num_workers=1"]
 COMPARED = ("weights", "optimizer", "counters")
 WAYS = {1: ("second killed", "first killed", "SIGTERM to both"), 2: ("second killed",), 3: ("second killed",)}
 REJOIN = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else a launcher that comes back is not told where rank 0 is
 SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Node:
@@ -126,7 +119,7 @@ def main():
             show(rows[-1])
             for way in WAYS[phase]:
                 facts, state = train(options, Path(place), way.replace(" ", "-"), phase, way)
-                same = state is not None and all(equal(state[key], expected[key]) for key in COMPARED)
+                same = state is not None and all(difference(state[key], expected[key], key) is None for key in COMPARED)
                 kept = same and not facts["left"] and all(facts[key] == alone[key] for key in ("exit_codes", "epochs"))
                 rows.append({**facts, "equal": same, "kept": kept})
                 show(rows[-1])

@@ -7,7 +7,6 @@ corridor, 2 environments x 256 steps after 150 s). One reads the candidate and s
 the other reads stored observations and memories and runs the frozen parts again, as every epoch would have to without
 the cache. Seconds per optimiser step on one CPU thread; sides alternate; medians of the repetitions are compared.
 """
-import argparse
 import copy
 import tempfile
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.arguments import at_least, some_of, writable
+from benchmarks.arguments import at_least, new_parser, some_of
 from benchmarks.report import alternate, finish, load_line
 from configs import Config
 from env.workers import make_pool
@@ -133,8 +132,7 @@ def measure(preset, repeat):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="ppo_update.json")
+    parser = new_parser(__doc__, "ppo_update.json")
     parser.add_argument("--repeat", type=at_least(1), default=5)
     parser.add_argument("--presets", type=some_of(PRESETS), default="small,full")
     options = parser.parse_args()

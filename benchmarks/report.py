@@ -14,6 +14,9 @@ from env.launch import die_with_parent
 from env.worker import settle
 
 
+ROOT = Path(__file__).resolve().parent.parent
+
+
 def alternate(ways, repeat):
     """Run {name: function that returns seconds} in turn, `repeat` times: (medians, all seconds), each by name."""
     seconds = {name: [] for name in ways}

@@ -7,14 +7,13 @@ and starting it again with the stock client. Memory: PSS of this process and its
 steps each, and processes replaced every `env.recycle_episodes` episodes as in training; growth from the 50th reset on,
 when every process has been replaced or warmed up once.
 """
-import argparse
 import subprocess
 import tempfile
 import time
 
 import traci
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env.launch import find_binary
@@ -51,8 +50,7 @@ def memory(env, resets, every):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="reset.json")
+    parser = new_parser(__doc__, "reset.json")
     parser.add_argument("--repeat", type=at_least(1), default=9)
     parser.add_argument("--resets", type=at_least(10), default=500)
     options = parser.parse_args()

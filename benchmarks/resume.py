@@ -20,18 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.arguments import at_least, writable
+from benchmarks.drill_place import difference
 from benchmarks.leftovers import leaked_memory, living, marked_environment, survivors
-from benchmarks.report import finish, load_line
+from benchmarks.report import ROOT, finish, load_line
 from configs import ConfigError
 from configs.command_line import parse
 from runtime import checkpoint
 from runtime.ending import run_script
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 LONGER = ["run.threads=1", "phase1.epochs=6", "phase2.iterations=4", "phase3.epochs=4"]
 PATIENCE = 10.0  # s until nothing may be left of a killed run
 
@@ -97,17 +95,6 @@ class Run:
         return (step.group(1) if step else "start") + (f", {resumed.group(2)}" if named else "")
 
 
-def equal(one, other):
-    """Whether two states (nested dictionaries and lists of tensors and plain values) are the same bits."""
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
 def comparable(state):
     """A checkpoint without the random states of Python and numpy, which nothing uses and nobody seeds."""
     return {**state, "ranks": [rank["random"]["torch"] for rank in state["ranks"]]}
@@ -119,7 +106,7 @@ def differences(run, reference):
     for phase in (1, 2, 3):
         for which in ("latest", "best"):
             one, other = (comparable(checkpoint.load(r.results / f"phase{phase}", which)) for r in (run, reference))
-            found += [f"phase{phase}/{which}: {key}" for key in other if not equal(one[key], other[key])]
+            found += filter(None, (difference(one[key], other[key], f"phase{phase}/{which}: {key}") for key in other))
     one, other = (json.loads((r.results / "evaluation.json").read_text())["episodes"] for r in (run, reference))
     rows, expected = ([(row["phase"], row["epoch"]) for row in read_metrics(r.results / "metrics.jsonl")]
                       for r in (run, reference))

@@ -7,7 +7,6 @@ one CPU thread. Both sides send the same random commands, so that they simulate 
 the other lets the Collector run model and shield and store what PPO needs. The third side is the untrained policy with
 its own commands, in the traffic that they make. Sides alternate; medians of the repetitions are compared.
 """
-import argparse
 import statistics
 import tempfile
 import time
@@ -15,7 +14,7 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import finish, load_line
 from configs import Config
 from env.workers import make_pool
@@ -120,8 +119,7 @@ def measure(cfg, repeat):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="rollout.json")
+    parser = new_parser(__doc__, "rollout.json")
     parser.add_argument("--repeat", type=at_least(1), default=5)
     parser.add_argument("--preset", default="small", choices=("small", "full"))
     options = parser.parse_args()

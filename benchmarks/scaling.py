@@ -13,12 +13,11 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from benchmarks.arguments import at_least, writable
-from benchmarks.report import alternate, finish, load_line
+from benchmarks.arguments import at_least, new_parser
+from benchmarks.report import ROOT, alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss
 from models.policy import TrafficModel
@@ -27,7 +26,6 @@ from runtime.distributed import start_team, wrap
 from runtime.precision import Precision
 from train_ddp import optimiser_step
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, WARM_UP = 12, 3
 
 
@@ -68,14 +66,13 @@ def run(ranks, options, accumulation):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, "scaling.json")
     parser.add_argument("--preset", default="small")
     parser.add_argument("--samples", type=at_least(1), default=8, help="samples per rank and micro-batch")
     parser.add_argument("--accumulation", type=at_least(1), default=1, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--repeat", type=at_least(1), default=5)
-    parser.add_argument("--json", type=writable, default="scaling.json")
     options = parser.parse_args()
     if options.measure:
         return measure(options.preset, options.samples, options.accumulation)

@@ -11,7 +11,6 @@ per value. This project's ways run as in pool workers: on one processor, without
 run as their users run them, on all processors, and once more on one. Start-up is not counted. The ways alternate;
 medians of the repetitions are compared. The last table says where a step of the environment goes.
 """
-import argparse
 import subprocess
 import tempfile
 import time
@@ -19,7 +18,7 @@ import time
 import numpy as np
 import traci.constants as tc
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env import graph
@@ -140,8 +139,7 @@ def graph_cost(bench, vehicles=200):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="simulator.json")
+    parser = new_parser(__doc__, "simulator.json")
     parser.add_argument("--repeat", type=at_least(1), default=5)
     parser.add_argument("--steps", type=at_least(1), default=300)
     options = parser.parse_args()

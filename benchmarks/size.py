@@ -4,17 +4,14 @@
 
 Product code is everything but tests/ and benchmarks/: 4,000 lines and functions of 10 lines (median) are the aim.
 """
-import argparse
 import ast
 import io
 import statistics
 import tokenize
-from pathlib import Path
 
-from benchmarks.arguments import writable
-from benchmarks.report import finish
+from benchmarks.arguments import new_parser
+from benchmarks.report import ROOT, finish
 
-ROOT = Path(__file__).resolve().parent.parent
 NOT_PRODUCT = ("benchmarks", "tests")
 MOST_LINES, MEDIAN_FUNCTION = 4000, 10
 SILENT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -56,8 +53,7 @@ def summarise(files):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=writable, default="size.json")
+    parser = new_parser(__doc__, "size.json")
     options, sizes, rows = parser.parse_args(), measure(), {}
     for folder, files in sizes.items():
         rows.update({f"{folder}/{name}": summarise([one]) for name, one in files.items()})

@@ -2,7 +2,6 @@
 
     python -m benchmarks.soak --json soak.json
 """
-import argparse
 import functools
 import multiprocessing
 import os
@@ -10,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import finish
 from configs import Config
 from env.launch import SumoError, die_with_parent
@@ -54,11 +53,10 @@ def soak(folder, jobs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__, None)
     parser.add_argument("--launches", type=at_least(1), default=2000, help="simulators started")
     parser.add_argument("--resets", type=at_least(1), default=5000, help="further episodes in a living simulator")
     parser.add_argument("--parallel", type=at_least(1), default=4, help="processes at a time")
-    parser.add_argument("--json", type=writable, help="write the results to this file")
     options = parser.parse_args()
     start, jobs = time.time(), (-(-options.launches // options.parallel), -(-options.resets // options.parallel))
     with tempfile.TemporaryDirectory() as folder:

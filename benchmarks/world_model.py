@@ -21,7 +21,7 @@ import torch
 from benchmarks.arguments import at_least, positive, some_of, writable
 from benchmarks.prediction import (LEAD_GAP, LEAD_SPEED, calibration_error, constant_acceleration, errors, fit_idm, idm,
                                    pool, reliability, roc_area)
-from benchmarks.report import finish
+from benchmarks.report import ROOT, finish
 from configs import ConfigError, load_config
 from configs.command_line import parse
 from env.baselines import BASELINES, make_baseline
@@ -38,7 +38,6 @@ from runtime.ending import run_script
 from runtime.scores import mean_ci
 from runtime.training import schema
 
-ROOT = Path(__file__).resolve().parent.parent
 SCENES = "corridor:1.0,corridor:0.7,corridor:1.2,merge:1.0,bottleneck:1.0"
 SEEDS, FIT_SEEDS = 3001, 9001  # first seeds of the episodes to predict, and to fit IDM's parameters on
 DENSE_GAP = 50.0               # m; who has a leader nearer than this is in dense traffic

@@ -6,6 +6,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import yaml
+
 from configs.schema import Config
 
 WIDTH = 120
@@ -30,7 +32,8 @@ def document(section, indent=""):
             yield f"{indent}{setting.name}:"
             yield from document(value, indent + "  ")
         else:
-            yield from _key(f"{indent}{setting.name}: {_text(value)}", setting.metadata, indent)
+            text = yaml.safe_dump([value], default_flow_style=True, width=10 ** 6).strip()[1:-1]
+            yield from _key(f"{indent}{setting.name}: {text}", setting.metadata, indent)
 
 
 def _key(text, meta, indent):
@@ -39,16 +42,6 @@ def _key(text, meta, indent):
         meaning += f" ({', '.join(meta['choices'])})"
     line = f"{text:<40s} # {meaning}"
     return [line] if len(line) <= WIDTH else [f"{indent}# {meaning}", text]
-
-
-def _text(value):
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(str(item) for item in value) + "]"
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        return f"{value:.1e}".replace("e-0", "e-")  # YAML reads 1e-4 as a string, 1.0e-4 as a number
-    return str(value)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Everything frequent is packed and decoded here in bulk (one message for all commands and the step, one for all
 readings); everything rare goes through the stock client `self.client`.
 """
+import contextlib
 import signal
 import socket
 import struct
@@ -15,7 +16,6 @@ from traci.exceptions import FatalTraCIError, TraCIException
 from traci.storage import Storage
 
 from env import wire
-from env.habits import habits
 from env.lanes import special_lanes
 from env.launch import OURS, SumoError, explained, find_binary, launch
 from env.scenarios import own_scale
@@ -41,7 +41,14 @@ class Questions:
     def habits(self, name):
         """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
         at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive)."""
-        return self._ask(habits, self.client, name.decode(), getattr(self.client, "TraCIException", TraCIException))
+        return self._ask(self._habits, name.decode())
+
+    def _habits(self, name):
+        vehicle, boldness = self.client.vehicle, 1.0
+        with contextlib.suppress(getattr(self.client, "TraCIException", TraCIException)):  # some models know none
+            boldness = float(vehicle.getParameter(name, "laneChangeModel.lcAssertive"))
+        return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
+                vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness)
 
     def time(self):
         """Simulated time, s."""
@@ -76,7 +83,7 @@ class Sumo(Questions):
     def _start(self, arguments):
         self.stderr = tempfile.TemporaryFile()
         token = f"mixed-autonomy-{time.monotonic_ns()}-{id(self)}"  # tells our SUMO from a stranger's on the same port
-        port = _free_port()
+        port = free_port()
         self.process = launch([find_binary(self.binary), *arguments, "--remote-port", str(port),
                                "--save-state.prefix", token], self.stderr)
         try:
@@ -230,7 +237,8 @@ def open_simulator(arguments, env_cfg):
     return Sumo(arguments, env_cfg.call_timeout_s, env_cfg.start_timeout_s)
 
 
-def _free_port():
+def free_port():
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -5,7 +5,7 @@ import resource
 import shutil
 import socket
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,13 +32,8 @@ def judged(fine, what, found, remedy):
 
 def installed(names):
     """{name: version, None = not installed} of Python packages."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
-    return versions
+    found = {package.name: package.version for package in reversed([*distributions()])}  # the first on the path counts
+    return {name: found.get(name) for name in names}
 
 
 def packages(versions):
