@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.transfer import compare, networks
+from benchmarks.motorways import Motorway, motorway
+from benchmarks.networks import networks
+from benchmarks.transfer import compare
 from configs import Config
 from env.traffic_env import TrafficEnv
 
@@ -40,3 +42,23 @@ def test_networks_carry_traffic_of_several_types(tmp_path):
         finally:
             env.close()
         assert info["arrived"] > 0.35 * info["loaded"] and info["collisions"] == 0 and len(lengths) >= 3
+
+
+@pytest.mark.parametrize("number", [2, 3, 12])
+def test_motorways_are_as_drawn_and_carry_traffic(tmp_path, number):
+    cfg = Config()
+    cfg.env.scenario, cfg.env.max_vehicles, cfg.env.control_interval = str(motorway(tmp_path, number, 600)), 600, 10.0
+    env = TrafficEnv(cfg, tmp_path)
+    try:
+        info = episode(env, 1001, 36)[-1][2]
+    finally:
+        env.close()
+    assert info["arrived"] > 0.3 * info["loaded"] > 60 and info["teleports"] == 0
+
+
+def test_a_motorways_number_says_all_and_every_element_is_drawn():
+    roads = [Motorway(number) for number in range(1, 15)]
+    assert Motorway(3).edges == roads[2].edges and Motorway(3).demand(60) == Motorway(3).demand(60)
+    names = " ".join(sum((road.edges for road in roads), []))
+    assert all(f'id="{kind}' in names for kind in ("ramp", "off", "aux")) and 'numLanes="5"' in names
+    assert {road.lanes for road in roads} >= {2, 3, 4} and any(len(road.exits) > 2 for road in roads)
