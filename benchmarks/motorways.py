@@ -9,30 +9,29 @@ from benchmarks.networks import configuration, run
 
 DRIVERS = ('carFollowModel="Krauss" accel="0.8"', 'carFollowModel="Krauss" accel="2.6"', 'carFollowModel="IDM"',
            'carFollowModel="EIDM"', 'carFollowModel="ACC"', 'carFollowModel="W99"')
-ELEMENTS = ("on right", "on left", "off", "weaving", "drop right", "drop left")
+DROPS = ("drop right", "drop left")
+ELEMENTS = ("on right", "on left", "off", "weaving", *DROPS)
 AUX_M, RAMP_M = 250.0, 300.0
 
 
 class Motorway:
-    """Nodes, edges, connections and ends of one, drawn element by element from the west."""
+    """Nodes, edges and connections of one, drawn from the west; where traffic comes from and goes to."""
 
     def __init__(self, number):
         rng = self.rng = np.random.default_rng(number)
         self.lanes, self.limit, self.x = int(rng.integers(2, 5)), rng.uniform(25, 33), 0.0
-        self.nodes, self.edges, self.links, self.exits, self.last = [], [], [], [], None
-        self.sources = {"main0": self.lanes * rng.uniform(1000, 1600)}  # veh/h by the edge where they start
-        self.node("start")
+        self.nodes, self.edges, self.links = [], [], []
+        self.sources = {"main0": (0, self.lanes * rng.uniform(1000, 1600))}  # section where it joins, veh/h; by edge
+        self.exits = {}  # section where it leaves, share of the traffic that does; by edge
+        begin = self.node("start")
         for i, element in enumerate(rng.choice(ELEMENTS, rng.integers(2, 5))):
-            self.main(i)
-            drop = element.startswith("drop")
-            if drop and self.lanes == 2:
-                element, drop = "on right", False
-            self.drop(i, element) if drop else self.ramps(i, element)
-        self.main(i + 1)
-        self.exits.append((self.x, f"main{i + 1}", 1.0))
+            self.section(i, begin)
+            begin = self.ramps(i, element) if self.lanes == 2 or element not in DROPS else self.drop(i, element)
+        self.section(i + 1, begin)
+        self.exits[f"main{i + 1}"] = i + 1, 1.0
 
-    def node(self, name, y=0.0):
-        self.nodes.append(f'<node id="{name}" x="{self.x:.1f}" y="{y}"/>')
+    def node(self, name, ahead=0.0, y=0.0):
+        self.nodes.append(f'<node id="{name}" x="{self.x + ahead:.1f}" y="{y}"/>')
         return name
 
     def edge(self, name, begin, end, lanes, limit):
@@ -43,44 +42,41 @@ class Motorway:
         self.links += [f'<connection from="{begin}" to="{end}" fromLane="{j + begin_shift}" toLane="{j + end_shift}"/>'
                        for j in range(lanes)]
 
-    def main(self, i):
-        """A section of motorway, continued from the element before it, if any."""
-        begin = "start" if not i else f"b{i - 1}"
+    def section(self, i, begin):
         self.x += self.rng.uniform(400, 800)
         self.edge(f"main{i}", begin, self.node(f"a{i}"), self.lanes, self.limit)
-        if self.last:
-            self.link(*self.last[:1], f"main{i}", self.lanes, self.last[1])
+
+    def auxiliary(self, i, lanes, after, shift):
+        """The edge of element `i`, of which `after` lanes from number `shift` on lead to the next section."""
+        self.x += AUX_M
+        self.edge(f"aux{i}", f"a{i}", self.node(f"b{i}"), lanes, self.limit)
+        self.link(f"aux{i}", f"main{i + 1}", after, shift)
+        return f"b{i}"
 
     def drop(self, i, element):
         """The right or the left lane ends."""
-        self.x += AUX_M
-        self.edge(f"aux{i}", f"a{i}", self.node(f"b{i}"), self.lanes, self.limit)
         self.link(f"main{i}", f"aux{i}", self.lanes)
-        self.lanes, self.last = self.lanes - 1, (f"aux{i}", int(element == "drop right"))
+        self.lanes -= 1
+        return self.auxiliary(i, self.lanes + 1, self.lanes, int(element == "drop right"))
 
     def ramps(self, i, element):
-        """One more lane for 250 m, with an on-ramp at its begin, an off-ramp at its end, or both."""
-        right, far = element != "on left", -150.0 if element != "on left" else 150.0
-        outer, begin = (0 if right else self.lanes), f"a{i}"
+        """One more lane, with an on-ramp at its begin, an off-ramp at its end, or both; where a lane cannot end, an
+        on-ramp from the right."""
+        right = element != "on left"
+        y = -150.0 if right else 150.0
         if element != "off":
-            self.x -= RAMP_M
-            source = self.node(f"r{i}", far)
-            self.x += RAMP_M
-            self.edge(f"ramp{i}", source, begin, 1, 20.0)
-            self.link(f"ramp{i}", f"aux{i}", 1, 0, outer)
-            self.sources[f"ramp{i}"] = self.rng.uniform(300, 900)
+            self.edge(f"ramp{i}", self.node(f"r{i}", -RAMP_M, y), f"a{i}", 1, 20.0)
+            self.link(f"ramp{i}", f"aux{i}", 1, 0, 0 if right else self.lanes)
+            self.sources[f"ramp{i}"] = i, self.rng.uniform(300, 900)
         else:
             self.link(f"main{i}", f"aux{i}", 1)  # onto the lane that leaves
         self.link(f"main{i}", f"aux{i}", self.lanes, 0, int(right))
-        self.x += AUX_M
-        self.edge(f"aux{i}", begin, self.node(f"b{i}"), self.lanes + 1, self.limit)
-        self.last = (f"aux{i}", int(right))
+        end = self.auxiliary(i, self.lanes + 1, self.lanes, int(right))
         if element in ("off", "weaving"):
-            self.x += RAMP_M
-            self.edge(f"off{i}", f"b{i}", self.node(f"o{i}", far), 1, 20.0)
-            self.x -= RAMP_M
+            self.edge(f"off{i}", end, self.node(f"o{i}", RAMP_M, y), 1, 20.0)
             self.link(f"aux{i}", f"off{i}", 1)
-            self.exits.append((self.x, f"off{i}", self.rng.uniform(0.1, 0.25)))
+            self.exits[f"off{i}"] = i, self.rng.uniform(0.1, 0.25)
+        return end
 
     def demand(self, end):
         """<routes>: cars of two kinds of drivers and trucks; of who passes an off-ramp, a tenth to a quarter leave."""
@@ -90,12 +86,12 @@ class Motorway:
                  f'<vType id="two" {second} probability="{(1 - trucks) * (1 - share):.3f}"/>',
                  f'<vType id="truck" vClass="truck" probability="{trucks:.3f}"/>']
         flows = []
-        for source, rate in self.sources.items():
-            for at, (_, exit_, leave) in enumerate(self.exits):
-                if int(source[4:]) <= int(exit_.lstrip("mainof")):
+        for source, (joins, rate) in self.sources.items():
+            for exit_, (leaves, part) in self.exits.items():
+                if joins <= leaves:
                     flows.append(f'<flow id="{source}_{exit_}" type="mix" from="{source}" to="{exit_}" begin="0" '
-                                 f'end="{end}" vehsPerHour="{rate * leave:.1f}" departLane="best" departSpeed="max"/>')
-                    rate *= 1 - leave
+                                 f'end="{end}" vehsPerHour="{rate * part:.1f}" departLane="best" departSpeed="max"/>')
+                    rate *= 1 - part
         return f'<routes><vTypeDistribution id="mix">{"".join(types)}</vTypeDistribution>{"".join(flows)}</routes>'
 
 

@@ -5,7 +5,7 @@ import resource
 import shutil
 import socket
 import subprocess
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +32,13 @@ def judged(fine, what, found, remedy):
 
 def installed(names):
     """{name: version, None = not installed} of Python packages."""
-    found = {package.name: package.version for package in reversed([*distributions()])}  # the first on the path counts
-    return {name: found.get(name) for name in names}
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = None
+    return versions
 
 
 def packages(versions):

@@ -34,13 +34,13 @@ def check_collection(cfg, team, envs):
     """Before phase 3 begins: what an epoch is; ConfigError where ranks have unequal numbers of environments, and would
     do unequal numbers of steps, or where an epoch does not fill one."""
     p, sequences = cfg.phase3, envs * cfg.phase3.fragment_length // cfg.phase3.sequence_length
+    if len(set(team.gather(envs))) > 1:
+        raise ConfigError(f"phase 3: unequal numbers of environments, {team.gather(envs)} by rank: start as many ranks "
+                          "on each node")
     if p.passes * (sequences // min(p.batch_size, sequences)) < p.accumulation:
         raise ConfigError(f"phase3: {sequences} sequences x {p.passes} passes do not fill one optimiser step of "
                           f"phase3.accumulation={p.accumulation} micro-batches of phase3.batch_size={p.batch_size}; "
                           "lower one of them or raise phase3.fragment_length")
-    if len(set(team.gather(envs))) > 1:
-        raise ConfigError(f"phase 3: unequal numbers of environments, {team.gather(envs)} by rank: start as many ranks "
-                          "on each node")
     team.say(f"phase 3: {team.world} ranks x {envs} environments x {p.fragment_length} steps an epoch, batch "
              f"{p.batch_size} x accumulation {p.accumulation} sequences of {p.sequence_length} steps each")
     note_cut_episodes(cfg, team, 3, p.fragment_length)

@@ -247,6 +247,18 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)]
 
 
+@pytest.mark.parametrize("skipped, moves", [(1.0, 0), (0.5, 1)])
+def test_an_epoch_without_a_step_does_not_move_the_price(tmp_path, monkeypatch, skipped, moves):
+    """After an overflow in every step the policy had not heard the price yet, and it rose all the same."""
+    calls = []
+    monkeypatch.setattr(train_ddp, "learn_constrained", lambda *_: {"overflow_share": skipped})
+    monkeypatch.setattr(train_ddp.objectives, "move_multiplier", lambda *arguments: calls.append(arguments))
+    guard = SimpleNamespace(facts=dict, must_stop=lambda: False, give_up_worker=lambda pool: False)
+    train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "phase3.epochs=1"]),
+                     Team(0, 1, 0, 1, torch.device("cpu")), guard)
+    assert len(calls) == moves
+
+
 def test_two_learners_see_the_same_traffic_and_command_the_same(learners):
     """Seeds and sampled actions belong to the environment's number among all. Each rank once drew from a stream of its
     own, and every learner's permutation was its own."""
