@@ -1,9 +1,11 @@
 """What a data set was made with: compared before anything is added to it, or found again by it."""
 import copy
+import gzip
 import hashlib
 import json
 import os
 import re
+import zlib
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -46,10 +48,18 @@ def scenario_hashes(config):
     named = [value for name, value in options_of(config).items() if name in INPUTS]
     files = [config, *(config.parent / name.strip() for text in named for name in text.split(","))]
     for path in files:  # grows meanwhile
-        if path.suffix == ".xml" and path.is_file():
-            inside = re.findall(rb"<include[^>]+href=[\"']([^\"']+)", path.read_bytes())
+        if path.is_file() and path.suffix in (".xml", ".gz"):
+            inside = re.findall(rb"<include[^>]+href=[\"']([^\"']+)", unpacked(path))
             files += [more for name in inside if (more := path.parent / os.fsdecode(name)) not in files]
     return {os.path.relpath(path, config.parent): file_hash(path) for path in files if path.is_file()}
+
+
+def unpacked(path):
+    """The bytes of a file, of a .gz those inside; none where it is damaged: SUMO will say so."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, OSError, zlib.error):
+        return b""
 
 
 def traffic_seed(cfg):

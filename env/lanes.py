@@ -7,6 +7,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from env.launch import put_in
+from env.scenarios import seconds_of
+
 WALKING = re.compile(r":.*_[wc]\d+_\d+$")  # SUMO's names of walking areas and pedestrian crossings
 
 
@@ -19,13 +22,14 @@ def links_of(lane, links, known):
 def oncoming_lanes(network):
     """Ids of the lanes of a .net.xml on whose edges drivers of the other direction may overtake, and these on the
     other: TraCI does not tell."""
-    data = Path(os.fsdecode(network.encode(errors="surrogateescape"))).read_bytes()  # SUMO's names are UTF-8
+    data = Path(os.fsdecode(put_in(network).encode(errors="surrogateescape"))).read_bytes()  # SUMO's names are UTF-8
     data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     edges = ElementTree.fromstring(data).iter("edge") if b"<neigh " in data else ()
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
+TRUE = ("1", "yes", "true", "on", "x", "t")  # as SUMO reads it
 LONGEST_STEP_S = 0.5  # SUMO's step for which the shield alone prevents collisions; at 1 s some touch a leader who stops
 
 
@@ -36,8 +40,8 @@ def special_lanes(client):
     length for all brings too; steps so long that a leader's stop is seen too late). closed: not for passenger cars.
     oncoming: oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
-    unsure = (any(float(option(name)) > 0 for name in OTHER_MOTION) or option("step-method.ballistic") == "true"
-              or float(option("step-length")) > LONGEST_STEP_S)
+    unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
+              or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
     crossing = [i for i in ids if unsure or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
     return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],

@@ -5,6 +5,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,11 @@ def sumo_environment():
     """Environment of a SUMO process: its own data folder and no stranger's settings. In another character set it would
     change the letters of file names that it returns."""
     return {**os.environ, "SUMO_HOME": str(sumo_home()), "LC_ALL": "C.UTF-8"}
+
+
+def put_in(name):
+    """A file name of a .sumocfg with the values of its ${VARIABLES}, as SUMO reads it."""
+    return re.sub(r"\$\{([^}]*)\}", lambda found: sumo_environment().get(found[1], ""), name)
 
 
 def die_with_parent(parent=None):

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from env.launch import SumoError, explained, find_binary, sumo_environment
+from env.launch import SumoError, explained, find_binary, put_in, sumo_environment
 from env.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ def options_of(scenario):
     """{option: value} of a .sumocfg, as SUMO reads it; {} when it is no XML (SUMO itself will say so)."""
     try:
         root = ElementTree.parse(path_of(scenario)).getroot()
-        return {e.tag: e.get("value", e.get("v", "")) for e in root.iter()}
+        return {e.tag: put_in(e.get("value", e.get("v", ""))) for e in root.iter()}
     except ElementTree.ParseError:
         return {}
 
@@ -80,7 +80,8 @@ def check_traffic(name, arguments, horizon_s):
     start = start_of(name) if name not in NETWORKS else None
     if start is None:
         return
-    words = [word for word in arguments if word != "--no-warnings"] + ["--end", str(start + horizon_s + READ_AHEAD_S)]
+    words = [word for word in arguments if word != "--no-warnings"]
+    words += ["--end", str(start + horizon_s + READ_AHEAD_S), "--remote-port", "0"]  # whose scenario waits for a client
     words[words.index("--mesosim") + 1] = "true"  # routes are read as time goes on, and this is the quickest way
     ended, said = _dry_run(words)
     if ended:  # would it be so vehicle by vehicle too? (The sublane model is never mesoscopic.)
@@ -109,10 +110,14 @@ def start_of(scenario):
     """The begin that a .sumocfg sets, s; None where SUMO would not take it."""
     options = options_of(scenario)
     try:
-        parts = options.get("begin", options.get("b", "0")).split(":")
-        return sum(float(part) * 60 ** i for i, part in enumerate(reversed(parts)))
+        return seconds_of(options.get("begin", options.get("b", "0")))
     except ValueError:
         return None
+
+
+def seconds_of(text):
+    """A time as SUMO writes it, s or [days:]hours:minutes:seconds, in s; ValueError when it is none."""
+    return sum(float(part) * unit for part, unit in zip(reversed(text.split(":")), (1, 60, 3600, 86400)))
 
 
 def _user_scenario(name):
@@ -121,10 +126,10 @@ def _user_scenario(name):
         raise SumoError(f"env.scenario: {name!r} is neither built in ({', '.join(NETWORKS)}) nor a .sumocfg file")
     if not path.is_file():
         raise SumoError(f"env.scenario: {path}: no such file; expected a .sumocfg, its path relative to {Path.cwd()}")
-    _check_folder(path.resolve().parent, "env.scenario")
+    _check_folder(path.absolute().parent, "env.scenario")  # of a link: SUMO looks beside it for the other files
     if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
         raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")
-    return str(path.resolve())
+    return str(path.absolute())
 
 
 def _check_folder(folder, keys):

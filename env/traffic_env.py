@@ -242,7 +242,7 @@ def check_scenario(cfg, folder):
     try:
         for variant in range(len(env.variants)):
             env.reset(seed=variant)
-            check_traffic(env.env_cfg.scenario, env.arguments(variant), env.env_cfg.horizon_s)
+            check_traffic(env.env_cfg.scenario, env.arguments(variant), env.env_cfg.warmup_s + env.env_cfg.horizon_s)
     except SumoError as error:
         raise SumoError(f"scenario {env.env_cfg.scenario}: {error}") from None
     finally:

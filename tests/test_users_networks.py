@@ -13,7 +13,7 @@ from data.settings import scenario_hashes
 from env.launch import SumoError, find_binary, sumo_environment
 from env.routes import Routes
 from env import scenarios
-from env.scenarios import build_scenario, check_traffic, own_scale
+from env.scenarios import build_scenario, check_traffic, own_scale, seconds_of
 from env.baselines import SPEED
 from env.spaces import speed_change
 from env.sumo import ALL_CHECKS, OWN_LANE_CHANGES, SetModes
@@ -244,16 +244,23 @@ def test_scale_of_a_configuration_as_sumo_reads_it(tmp_path, text, expected):
     assert own_scale(path) == expected
 
 
-def test_what_sumo_writes_is_no_setting_of_a_data_set(tmp_path):
-    """Its outputs lay beside the network and counted as inputs: no data set could be used a second time."""
+def test_what_sumo_writes_is_no_setting_of_a_data_set(tmp_path, monkeypatch):
+    """Its outputs lay beside the network and counted as inputs: no data set could be used a second time. What
+    variables name, and what a compressed file includes, did not count."""
     for name in ("net.xml", "a.rou.xml", "b.rou.xml", "trips.xml", "log.txt"):
         (tmp_path / name).write_text(name)
     (tmp_path / "a.rou.xml").write_text('<routes><include href="more.xml"/></routes>')  # once followed by nobody
     (tmp_path / "more.xml").write_text("<routes><include href='a.rou.xml'/></routes>")
+    (tmp_path / "b.rou.xml.gz").write_bytes(gzip.compress(b'<routes><include href="less.xml"/></routes>'))
+    (tmp_path / "c.rou.xml.gz").write_bytes(b"no gzip")
+    (tmp_path / "less.xml").write_text("<routes/>")
+    monkeypatch.setenv("WHERE", str(tmp_path))
     config = tmp_path / "town.sumocfg"
-    config.write_text("<configuration><n v='net.xml'/><route-files value=\"a.rou.xml, b.rou.xml\"/><output>"
+    config.write_text("<configuration><n v='net.xml'/><route-files value=\"a.rou.xml, "
+                      "${WHERE}/b.rou.xml.gz, c.rou.xml.gz\"/><output>"
                       '<tripinfo-output value="trips.xml"/></output><log value="log.txt"/></configuration>')
-    assert set(scenario_hashes(config)) == {"town.sumocfg", "net.xml", "a.rou.xml", "b.rou.xml", "more.xml"}
+    assert set(scenario_hashes(config)) == {"town.sumocfg", "net.xml", "a.rou.xml", "b.rou.xml.gz", "c.rou.xml.gz",
+                                            "more.xml", "less.xml"}
     assert Config().env.scenario == "corridor" and scenario_hashes("corridor") == {}
 
 
@@ -272,13 +279,36 @@ def test_traffic_that_sumo_leaves_out_is_told(road, capfd, tmp_path, begins, los
     assert ("sorted by departure" in told and path in told) == lost and bool(told) == lost
 
 
-def test_routes_that_sumo_will_refuse_later_are_refused_at_once(road, tmp_path):
+def test_configuration_as_sumo_reads_it(road, tmp_path, monkeypatch, capfd):
+    """Beside a link, not beside its target, stand the files that it names: other traffic was driven. A variable in the
+    network's name was a lost connection, and a port for another client 20 s of waiting for it, and then no warning."""
+    monkeypatch.setenv("NET", "net")
+    flows = FLOW.format("late", 60, 80) + FLOW.format("f", 0, 30)
+    path = Path(road(LIGHT, STRAIGHT.format(1), flows, '<remote-port value="8813"/>'))
+    (tmp_path / "store").mkdir()
+    target = tmp_path / "store" / "abc"
+    target.write_text(path.read_text().replace("net.xml", "${NET}.xml"))
+    path.unlink()
+    path.symlink_to(target)
+    check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
+    assert "sorted by departure" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("text, seconds", [("60", 60), ("0.5", 0.5), ("1:02:03", 3723), ("2:01:00:00", 176400)])
+def test_times_as_sumo_writes_them(text, seconds):
+    """A day had 60 hours."""
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("warmup, horizon", [(0, 100), (600, 100)])
+def test_routes_that_sumo_will_refuse_later_are_refused_at_once(road, tmp_path, warmup, horizon):
     """A route over edges that do not meet: "not all of its traffic will be there", then four lost episodes and exit
     code 1, in each of which SUMO had ended when that vehicle was to depart."""
-    path = road(LIGHT, STRAIGHT.format(1), FLOW.format("f", 0, 30) + '<vehicle id="lost" depart="60"><route '
-                'edges="out in"/></vehicle>')
+    path = road(LIGHT, STRAIGHT.format(1), FLOW.format("f", 0, 30) + f'<vehicle id="lost" depart="{warmup + 60}">'
+                '<route edges="out in"/></vehicle>')
     with pytest.raises(SumoError, match="(?s)SUMO ends before the episode does.*lost.*no valid route"):
-        check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", "env.horizon_s=100"]), tmp_path)
+        check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={path}", f"env.horizon_s={horizon}",
+                                                          f"env.warmup_s={warmup}"]), tmp_path)
 
 
 def test_what_only_the_mesoscopic_model_refuses_is_not_told(road, capfd, monkeypatch):
@@ -301,10 +331,11 @@ MERGING = ('<node id="a" x="0" y="0"/><node id="b" x="0" y="300"/><node id="t" x
 
 @pytest.mark.parametrize("option, unsure", [
     ("", []), ('<no-internal-links value="true"/>', ["out_0"]), ('<step-method.ballistic value="true"/>', "all"),
-    ('<default.action-step-length value="1"/>', "all")])
+    ('<step-method.ballistic value="Yes"/>', "all"), ('<step-method.ballistic value="0"/>', []),
+    ('<lanechange.duration value="0:00:03"/>', "all"), ('<default.action-step-length value="1"/>', "all")])
 def test_where_the_shield_is_unsure_sumos_check_stays_on(make, road, option, unsure):
     """Collisions behind the shield, up to 6 an episode: without junction lanes two came onto one edge at once; with
-    ballistic integration vehicles do not move as the shield reckons."""
+    ballistic integration vehicles do not move as the shield reckons. "yes" was none, and a time of day a traceback."""
     env = make(scenario=road(*MERGING, FLOW.format("f", 0, 30), f"<processing>{option}</processing>"))
     env.reset(seed=1)
     crosses = env.road.crosses
