@@ -87,9 +87,47 @@ def nobody_reads():
         return True
 
 
+class Output:
+    """A stream that stops nobody: what a full disk does not take is left out. A reader who has gone still ends the
+    work."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        """As of any text stream."""
+        return self._try(self.stream.write, text)
+
+    def flush(self):
+        """As of any text stream."""
+        self._try(self.stream.flush)
+
+    @staticmethod
+    def _try(method, *arguments):
+        try:
+            return method(*arguments)
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+
+
+def settle_output():
+    """Let neither a full disk behind standard output, nor a closed one, nor letters that it does not know end a run."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        if not isinstance(stream, Output):
+            setattr(sys, name, Output(stream))
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
+    settle_output()
     try:
         code = work() or 0
         sys.stdout.flush()

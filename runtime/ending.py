@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from configs.console import caused, nobody_reads
+from configs.console import caused, nobody_reads, settle_output
 
 OUT_OF_MEMORY = 4  # exit code
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
@@ -16,6 +16,7 @@ NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED
 def run_script(main, user_errors, troubles=()):
     """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
+    settle_output()
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -27,6 +27,17 @@ from runtime.profiler import profile_steps
 
 # ---- progress ----------------------------------------------------------------------------------------------------
 
+@pytest.mark.parametrize("where", ["> /dev/full", ">&-", "2>&-", "2> /dev/full", "| cat"])
+def test_output_that_cannot_be_written_ends_nothing(where):
+    """A log on a disk that was full ended a training whose checkpoints had room elsewhere; letters that a terminal does
+    not know ended an evaluation after its last episode, before its results were saved."""
+    work = ("import sys; from configs.console import exit_code, say\n"
+            "def work(): say('Zo\xeb' * 9999); print('Zo\xeb', file=sys.stderr)\nsys.exit(exit_code(work, ()))")
+    done = subprocess.run(["bash", "-c", f'set -o pipefail; "$0" -c "$1" {where}', sys.executable, work],
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
