@@ -53,7 +53,8 @@ class EnvConfig:
                           "averages do not", low=0)
     demand_scale: float = opt(1.0, "multiplies the demand of any scenario (SUMO's --scale)", low=0.01, high=10)
     icv_share: float = opt(0.25, "share of the vehicles that become ICVs at departure", low=0, high=1)
-    max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2)
+    max_vehicles: int = opt(600, "slots for vehicles present at once; further ones are counted as overflow", low=2,
+                            high=2 ** 15 - 1)
     max_commands: int = opt(5, "K: ICVs commanded per control step at most; 1000 = all", low=0, high=1000)
     speed_mode: int = opt(26, "SUMO speed mode of commanded ICVs: no comfort limit of braking; safe-speed check at "
                               "crossings and among sublanes only (if shielded)", low=0, high=127)
@@ -62,8 +63,8 @@ class EnvConfig:
     teleport_s: float = opt(300.0, "SUMO teleports a vehicle that waits longer, s; negative = never", low=-1)
     terminate_on_collision: bool = opt(True, "a collision ends a training episode (evaluation only counts it)")
     recycle_episodes: int = opt(200, "start a fresh SUMO process after so many episodes", low=1)
-    call_timeout_s: float = opt(30.0, "a SUMO that answers later counts as frozen, s", low=0.1)
-    start_timeout_s: float = opt(60.0, "time a SUMO gets to load its network, s", low=1)
+    call_timeout_s: float = opt(30.0, "a SUMO that answers later counts as frozen, s", low=0.1, high=1e6)
+    start_timeout_s: float = opt(60.0, "time a SUMO gets to load its network, s", low=1, high=1e6)
 
 
 @dataclass
@@ -142,7 +143,7 @@ class DataConfig:
                           choices=("stop", "skip"))
     open_chunks: int = opt(3, "chunks that a process has open, and that samples are shuffled over", low=1, high=64)
     cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = from the file", low=0)
-    cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0)
+    cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0, high=1e6)
     disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, the longest unused first, GB",
                          low=0)
     tmpfs: bool = opt(False, "phase 1 reads a copy of the graphs in /dev/shm, removed at the end")
@@ -183,7 +184,7 @@ class CheckpointConfig:
 @dataclass
 class EvaluateConfig:
     """Scoring (evaluate.py)."""
-    seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 1)
+    seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 2)
     controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "harmonise", "policy"],
                                  "who is scored: rules of env/baselines.py, policy",
                                  choices=(*BASELINES, "policy"))

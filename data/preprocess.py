@@ -7,6 +7,7 @@ physical units; their statistics go to statistics.json, and the models normalise
 processed/KEY/, KEY being a hash of the raw samples and of every setting that matters: going back to earlier settings
 finds the earlier graphs again, and data.location keeps the folder below data.disk_gb.
 """
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def preprocess(cfg, report=print, meanwhile=lambda: None):
             report(f"preprocess: {out} is complete")
         else:
             build(cfg, meta, out, report, meanwhile)
-        (out / "progress.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there any more, or on a disk that may only be read
+            (out / "progress.json").unlink()
         mark_used(out)
         make_room(out, cfg.data.disk_gb, report)
     return out

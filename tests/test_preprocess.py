@@ -2,6 +2,7 @@
 
 The fixtures' tiny collection (30 samples of 4 episodes) serves all; each test that changes something works on a copy.
 """
+import errno
 import json
 import math
 
@@ -275,3 +276,13 @@ def test_equal_traffic_is_a_duplicate_whenever_it_happened(copy):
     _, sample = raw_samples(copy)[0]
     assert content_hash({**sample, "episode": 99, "time": [0.0]}) == content_hash(sample)
     assert content_hash({**sample, "extent": 1.0}) != content_hash(sample)
+
+
+def test_finished_data_on_a_disk_that_may_only_be_read(copy, monkeypatch):
+    """There even the removal of a file that is not there is refused: a traceback in every phase."""
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+    cfg = config(copy)
+    expected = preprocess(cfg, silent)
+    monkeypatch.setattr(preprocessing.Path, "unlink", refuse)
+    assert preprocess(cfg, silent) == expected
