@@ -18,7 +18,8 @@ class Routes:
     leaves out: policies learned so), and start (place of the route in `flat`, one array of edge numbers in which two -1
     end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
     (asked in users' scenarios), and for everybody where it is asked less often than it was proven for; alone: who has
-    blue lights, with which SUMO drives as commands do not foresee."""
+    blue lights, with which SUMO drives as commands do not foresee, or a headway shorter than the time between two
+    decisions, whom SUMO's check too lets collide once commands have brought him close."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
@@ -55,8 +56,10 @@ class Routes:
                 self._ask(simulator, ids[i], slot, self.always if fresh[i] else self.checks[slot])
 
     def _ask(self, simulator, name, slot, checks):
-        stops, lights, *habits = simulator.habits(name)
-        self.checks[slot], self.alone[slot] = checks | STOPPING * stops | SAFE_SPEED * self._odd(*habits), lights
+        stops, lights, acts_every, min_gap, tau, boldness = simulator.habits(name)
+        odd = self._odd(acts_every, min_gap, tau, boldness)
+        self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
+        self.alone[slot] = lights or tau < acts_every - 1e-6
 
     def _odd(self, acts_every, min_gap, tau, boldness=1.0):
         """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late; who
