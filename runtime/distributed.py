@@ -76,13 +76,25 @@ class Team:
             dist.destroy_process_group()
 
 
+def ranks_of(environment):
+    """(rank, world, local rank, local world) that torchrun has left there; ConfigError where that is half of it."""
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    texts = {name: environment.get(name, default) for name, default in names.items()}
+    wrong = [f"{name}={text}" for name, text in texts.items() if not text.isdigit()]
+    if not wrong and int(texts["WORLD_SIZE"]) > 1:
+        wrong = [f"no {name}" for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if wrong:
+        raise ConfigError(f"environment: {', '.join(wrong)} with WORLD_SIZE={texts['WORLD_SIZE']}: start several ranks "
+                          "with torchrun, and a single one without these variables")
+    return tuple(map(int, texts.values()))
+
+
 def start_team(run, ddp, rollout_workers=0):
     """Join the process group that torchrun describes, or be a team of one.
 
     `run` and `ddp` are sections of the configuration; `rollout_workers` processes simulate on this machine meanwhile.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    rank, world, local_rank, local_world = ranks_of(os.environ)
     gpus = torch.cuda.device_count() if run.device != "cpu" else 0
     if run.device == "cuda" and not gpus:
         raise ConfigError("run.device=cuda, but PyTorch finds no GPU; use run.device=cpu or auto")

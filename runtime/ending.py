@@ -24,7 +24,7 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # an orderly end waits for ranks that know nothing of the error
+        if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end waits for ranks that know nothing of the error
             told or traceback.print_exc()
             with contextlib.suppress(OSError):
                 sys.stdout.flush()

@@ -390,7 +390,8 @@ def test_every_ddp_option_reaches_pytorch():
 
 
 def test_nccl_without_enough_gpus_is_refused_before_anybody_waits(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+                        "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     run, ddp = replace(Config().run, device="cpu"), replace(Config().ddp, backend="nccl")
     with pytest.raises(ConfigError, match="ddp.backend=nccl needs a GPU for each of the 2 ranks"):

@@ -203,6 +203,9 @@ CASES = [
     ("does not fit this model", lambda t, m, r: checkpoint.load_weights(
         torch.nn.Linear(2, 3), {"schema": {}, "model": {"weight": torch.ones(3, 3), "more": 1}}, {}, "runs/x"),
      ["runs/x", "missing: bias", "unexpected: more", "(3, 3), here (3, 2)", "another run.name"]),
+    ("start several ranks", lambda t, m, r: distributed.ranks_of({"WORLD_SIZE": "2", "RANK": "x"}), ["RANK=x"]),
+    ("start several ranks", lambda t, m, r: distributed.ranks_of({"WORLD_SIZE": "4", "RANK": "0"}),
+     ["no MASTER_ADDR, no MASTER_PORT with WORLD_SIZE=4", "torchrun", "without"]),
     ("run.device=cuda, but", lambda t, m, r: no_gpu(m), ["run.device=cuda", "no GPU", "use run.device=cpu"]),
     ("PyTorch does not start", lambda t, m, r: python_of_theirs(t, m), ["ImportError: libtorch.so"]),
     ("damaged ({error}); remove it", lambda t, m, r: coordinator.load_state(_written(t / "state.json", "{"), Config()),
