@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from configs import ConfigError, console, from_dict, load_config
-from configs.command_line import Once, parse
+from configs.command_line import parse
 from controllers import CONTROLLERS, SHIELD_LOG, Audit, make_controller
 from env.gui import check_display
 from env.score import paired_score
@@ -182,8 +182,7 @@ def add_options(parser):
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
     parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
-    parser.add_argument("--sweep", metavar="KEY=A,B", action=Once,
-                        help="score all with each value of a setting in turn")
+    parser.add_argument("--sweep", metavar="KEY=A,B", help="score all with each value of a setting in turn")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")
     parser.add_argument("--tracks", metavar="FILE.npz", help="record an episode of none, the best rule, policy")
     parser.add_argument("--animate", metavar="FILE.gif", help="no scores: draw the last controller's first episode")

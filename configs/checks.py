@@ -1,4 +1,5 @@
 """Mistakes in a configuration that no single key shows."""
+from pathlib import Path
 
 
 def cross_checks(c):
@@ -8,7 +9,7 @@ def cross_checks(c):
     steps = c.env.control_interval / c.env.step_length
     if abs(steps - round(steps)) > 1e-6 or steps < 1:
         yield f"env.control_interval={c.env.control_interval} is no multiple of env.step_length={c.env.step_length}"
-    if c.run.name in ("", ".", ".."):
+    if c.run.name in ("", ".") or ".." in Path(c.run.name).parts or Path(c.run.name).is_absolute():
         yield f"run.name={c.run.name!r}: expected the name of a folder below run.folder={c.run.folder}"
     for name in ("phase1", "phase3"):
         if c.ddp.static_graph and getattr(c, name).accumulation > 1:

@@ -11,6 +11,7 @@ def parse(doc, arguments=None, add=None, load=True):
     Raises ConfigError for a wrong configuration; argparse itself exits with 2 for wrong options.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.register("action", None, Once)
     parser.add_argument("--config", default="configs/default.yaml", help="YAML file (default: %(default)s)")
     if add:
         add(parser)
@@ -22,9 +23,11 @@ def parse(doc, arguments=None, add=None, load=True):
 
 
 class Once(argparse.Action):
-    """An option of which a second one would silently replace the first."""
+    """Any option with a value: a second one would silently replace the first."""
+    given = False
 
     def __call__(self, parser, namespace, values, option_string=None):
-        if getattr(namespace, self.dest) is not None:
+        if self.given:
             parser.error(f"{option_string} {values}: there is one already; run the command once for each")
+        self.given = option_string is not None
         setattr(namespace, self.dest, values)

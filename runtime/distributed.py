@@ -111,7 +111,10 @@ def start_team(run, ddp, rollout_workers=0):
             name, _, value = setting.partition("=")
             os.environ.setdefault(name, value)
         backend = ddp.backend if ddp.backend != "auto" else ("nccl" if gpus >= local_world else "gloo")
-        dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))
+        before = [(number, signal.signal(number, signal.SIG_DFL)) for number in StopRequest.NUMBERS]
+        dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))  # for ranks that may never come
+        for number, handler in before:
+            signal.signal(number, handler)
     return Team(rank, world, local_rank, local_world, device)
 
 
@@ -140,9 +143,11 @@ class StopRequest:
     The handler only sets a flag; MemoryGuard.must_stop turns it into a decision of all ranks.
     """
 
+    NUMBERS = signal.SIGINT, signal.SIGTERM
+
     def __init__(self):
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in self.NUMBERS:
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):

@@ -14,6 +14,7 @@ NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
 SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int",
          "collisions", "teleports", "shield_clips", "shield_vetoes", "shield_emergencies")
 PAIRED = {"s_total": ("S_total", "+.2f"), "arrived": ("arrived", "+.1f"), "c_int": ("C_int", "+.3f")}
+CALM = 0.02  # sigma_v, m/s, or abs_a, m/s^2, of which a share says nothing
 FEW = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # t, 1 to 10 degrees
 
 
@@ -90,9 +91,16 @@ def doubts(rows, scenario):
     """What makes the scores of rows worth less than they look, a sentence each."""
     if not any(row["loaded"] for row in rows):
         return [f"{scenario}: nobody drove in any episode; do its `begin` and departures fit together?"]
-    unseen = max(row["overflow"] / max(row["steps"], 1) for row in rows)
-    return [f"{scenario}: up to {unseen:.1f} vehicles, mean of an episode, had no slot: but for arrivals nobody "
-            "saw, commanded or counted them; raise env.max_vehicles"] if unseen else []
+    found, unseen = [], max(row["overflow"] / max(row["steps"], 1) for row in rows)
+    if unseen:
+        found.append(f"{scenario}: up to {unseen:.1f} vehicles, mean of an episode, had no slot: but for arrivals "
+                     "nobody saw, commanded or counted them; raise env.max_vehicles")
+    calm = sorted({row["seed"] for row in rows if row["controller"] == "none" and row["loaded"]
+                   and (row["sigma_v"] < CALM or row["abs_a"] < CALM)})
+    if calm:
+        found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "
+                     f"below {CALM:g}); S_stability and S_total divide by that: look at sigma_v and abs_a themselves")
+    return found
 
 
 def save_scores(path, scenario, seeds, rows, pairs, columns, log):

@@ -129,6 +129,12 @@ def test_wrong_type_names_key_value_and_expected_type(override, expected):
     assert line.startswith("command line: ") and f"{key}:" in line and expected in line
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/../../b", "/tmp/x"])
+def test_a_run_stays_in_its_folder(name):
+    """`run.name=../other` wrote beside run.folder."""
+    assert "expected the name of a folder below run.folder" in mistake(f"run.name='{name}'")
+
+
 @pytest.mark.parametrize("value", ["1" + "0" * 400, "-1" + "0" * 400])
 @pytest.mark.parametrize("key", ["phase1.lr", "run.seed"])
 def test_numbers_beyond_floats_are_one_clear_line(key, value):

@@ -1,4 +1,11 @@
 """What a phase remembers when it goes on: with other batches, on other data, after a checkpoint that failed."""
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +17,13 @@ import train_ddp
 import train_rl
 from configs import load_config
 from configs.files import write_whole
+from env.sumo import free_port
 from runtime import checkpoint
 from runtime.checkpoint import SaveError
 from runtime.distributed import Team
 from runtime.schedule import learning_rate
 
+ROOT = Path(__file__).resolve().parent.parent
 ALONE = Team(0, 1, 0, 1, torch.device("cpu"))
 
 
@@ -144,3 +153,22 @@ def test_all_ranks_know_that_a_checkpoint_failed(tmp_path, monkeypatch, capsys, 
         assert progress.failures == failures and ("full" in capsys.readouterr().err) == (rank == 0)
     with pytest.raises(SaveError):
         progress.save(may_fail=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_waits_for_ranks_that_never_come_can_be_stopped(number):
+    """The wait in C++ heard no signal until ddp.timeout_s was over."""
+    code = ("from configs import load_config; from runtime.distributed import StopRequest, start_team; "
+            "cfg, stop = load_config('configs/smoke.yaml'), StopRequest(); "
+            "start_team(cfg.run, cfg.ddp)")
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
+                          env={**os.environ, **ranks}) as waiting:
+        while waiting.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(ranks["MASTER_PORT"]))):
+                break
+        waiting.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            waiting.wait(20)
+        waiting.kill()
+    assert waiting.returncode == -number

@@ -148,6 +148,8 @@ def test_files_beside_a_name_with_dots():
 
 @pytest.mark.parametrize("words, says", [
     (["--sweep", "env.max_commands=1,5", "--sweep", "env.icv_share=0.1,0.5"], "there is one already"),
+    (["--seeds", "1001", "--seeds", "1002"], "there is one already"),
+    (["--config", "configs/quick.yaml"], "there is one already"),
     (["--sweep", "env.horizon_s=60,90"], "episodes of evaluate.horizon_s")])
 def test_sweeps_that_would_not_be_done_are_refused(words, says, monkeypatch, capsys):
     """Of two the first one was forgotten; of two horizons both columns were those of evaluate.horizon_s."""
