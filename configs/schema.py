@@ -194,8 +194,9 @@ class EvaluateConfig:
     sample: bool = opt(False, "the policy's actions are drawn, as in training; false = the likeliest")
     leave_below: float = opt(0.0, "the policy leaves ICVs alone where the mean speed in the next third of the road is "
                              "lower, m/s, 0 = nowhere (in phase 3 too, whose limit is on what is scored)", low=0)
-    surprise_limit: float = opt(0.0, "once its world model errs by more, m/s, the policy commands nobody: median of "
-                                "the speeds one control step ahead, mean of the last three minutes; 0 = never", low=0)
+    surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
+                                "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "
+                                "the last three minutes; 0 = it commands whatever its errors", low=0)
     accel_limit: float = opt(2.0, "highest acceleration that the policy commands, m/s^2 (phase 3 too)", low=0, high=2)
     c_int_cap: float = opt(0.0, "commands that would take an episode's C_int above it are not sent, 0 = no cap "
                            "(not in phase 3)", low=0)
