@@ -9,6 +9,7 @@ import time
 import traceback
 
 from env.block import Environments, map_block
+from env.launch import SumoError
 
 
 def settle(processor=None):
@@ -54,9 +55,9 @@ def worker_main(pipe_fd, memory_fd):
 def _answer(environments, orders):
     try:
         return environments.run(orders)
-    except Exception:  # whatever it is, the parent must hear of it
+    except Exception as error:  # whatever it is, the parent must hear of it
         about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
-        return f"{about}\n{traceback.format_exc()}"
+        return f"{about}: {error}" if isinstance(error, SumoError) else f"{about}\n{traceback.format_exc()}"
 
 
 if __name__ == "__main__":

@@ -131,14 +131,16 @@ def test_simulator_that_dies_during_a_rare_question_is_an_error_of_its_own_kind(
 
 
 def test_simulator_that_never_comes_up_again_is_an_error_in_its_own_words(cfg, scenarios, tmp_path, capfd):
+    """They stood below the traceback of a worker."""
     with make_pool(cfg, 1, 1, str(tmp_path)) as pool:
         pool.reset([7])
         next(tmp_path.glob("corridor-*/corridor.sumocfg")).unlink()
         os.kill(processes(pool)[1][0], KILL)
         pool.arrays["slot"][:] = 40
         pool.send([0], [8])
-        with pytest.raises(WorkerError, match="(?s)environment 0.*Could not access configuration"):
+        with pytest.raises(WorkerError, match="(?s)environment 0.*Could not access configuration") as error:
             pool.receive([0])
+    assert "Traceback" not in str(error.value)
     assert capfd.readouterr().err.count("its episode is lost, SUMO starts anew") == cfg.rollout.restarts
 
 

@@ -237,7 +237,7 @@ def test_killed_sumo_reaches_the_parent_as_worker_error(pool_of, ends_soon):
     with pytest.raises(WorkerError) as error:
         step(pool, [0, 1])
     message = str(error.value)
-    for words in ("worker 1", "environment 1", "seed 102", "SumoError", "connection to SUMO lost", "Traceback"):
+    for words in ("worker 1", "environment 1", "seed 102", "connection to SUMO lost"):
         assert words in message
     assert ends_soon(workers + sumos)
 
@@ -264,7 +264,7 @@ def test_frozen_sumo_reaches_the_parent_as_worker_error(pool_of, config, ends_so
     pool.reset([5])
     workers, sumos = processes(pool)
     os.kill(sumos[0], signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="(?s)worker 0.*seed 5.*SumoTimeout.*did not answer within 1.0 s"):
+    with pytest.raises(WorkerError, match="(?s)worker 0.*seed 5.*did not answer within 1.0 s"):
         step(pool, [0])
     assert ends_soon(workers + sumos)
 
