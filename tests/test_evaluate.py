@@ -205,11 +205,11 @@ def test_surprise_is_the_median_error_of_the_speeds_that_were_expected():
     of some what they say now, of enough the worst stays."""
     rng, surprise, total, count, before, said, age = np.random.default_rng(0), Surprise(2.0), 0.0, 0.0, None, [], {}
     for step in range(160):
-        speed, mask, fresh = rng.uniform(0, 30, 60), rng.random(60) < 0.99, rng.random(60) < 0.02
-        nodes = np.zeros((60, 9), np.float16)
+        speed, mask, fresh = rng.uniform(0, 30, 200), rng.random(200) < 0.99, rng.random(200) < 0.02
+        nodes = np.zeros((200, 9), np.float16)
         nodes[:, SPEED] = speed / (1 if step < 80 else 10)  # the second half is judged better
-        expected, told = rng.uniform(0, 3, rng.integers(40, 61)).astype(np.float32), rng.integers(0, 70, 5)
-        age = {i: age.get(i, 0) + 2 for i in range(60) if mask[i] and not fresh[i]}
+        expected, told = rng.uniform(0, 3, rng.integers(150, 201)).astype(np.float32), rng.integers(0, 210, 5)
+        age = {i: age.get(i, 0) + 2 for i in range(200) if mask[i] and not fresh[i]}
         errors = [abs(before[0][i] - float(nodes[i, SPEED])) for i in range(len(before[0]))
                   if age.get(i, 0) > KNOWN_S and i not in before[1]] if before else []
         keep = math.exp(-2 / SURPRISE_S)
