@@ -9,11 +9,12 @@ def cross_checks(c):
     steps = c.env.control_interval / c.env.step_length
     if abs(steps - round(steps)) > 1e-6 or steps < 1:
         yield f"env.control_interval={c.env.control_interval} is no multiple of env.step_length={c.env.step_length}"
-    if c.run.name in ("", ".") or ".." in Path(c.run.name).parts or Path(c.run.name).is_absolute():
+    name = Path(c.run.name)
+    if not name.parts or ".." in name.parts or name.is_absolute():
         yield f"run.name={c.run.name!r}: expected the name of a folder below run.folder={c.run.folder}"
-    for name in ("phase1", "phase3"):
-        if c.ddp.static_graph and getattr(c, name).accumulation > 1:
-            yield (f"ddp.static_graph=true with {name}.accumulation={getattr(c, name).accumulation}: PyTorch loses "
+    for phase in ("phase1", "phase3"):
+        if c.ddp.static_graph and getattr(c, phase).accumulation > 1:
+            yield (f"ddp.static_graph=true with {phase}.accumulation={getattr(c, phase).accumulation}: PyTorch loses "
                    "gradients when both are on; switch one off")
     if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
         yield (f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start accumulates "

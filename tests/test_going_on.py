@@ -159,8 +159,7 @@ def test_all_ranks_know_that_a_checkpoint_failed(tmp_path, monkeypatch, capsys, 
 def test_who_waits_for_ranks_that_never_come_can_be_stopped(number):
     """The wait in C++ heard no signal until ddp.timeout_s was over."""
     code = ("from configs import load_config; from runtime.distributed import StopRequest, start_team; "
-            "cfg, stop = load_config('configs/smoke.yaml'), StopRequest(); "
-            "start_team(cfg.run, cfg.ddp)")
+            "cfg, stop = load_config('configs/smoke.yaml'), StopRequest(); start_team(cfg.run, cfg.ddp)")
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL,
                           env={**os.environ, **ranks}) as waiting:

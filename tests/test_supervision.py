@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from configs import Config
 from env.launch import SumoError
 from env.sumo import Sumo
 from env.traffic_env import make_env
-from env.worker import claim
+from env.worker import _answer, claim
 from env.workers import WorkerError, make_pool
 from evaluate import evaluate
 from models import objectives
@@ -142,6 +143,13 @@ def test_simulator_that_never_comes_up_again_is_an_error_in_its_own_words(cfg, s
             pool.receive([0])
     assert "Traceback" not in str(error.value)
     assert capfd.readouterr().err.count("its episode is lost, SUMO starts anew") == cfg.rollout.restarts
+
+
+@pytest.mark.parametrize("error, traced", [(SumoError("gone"), False), (KeyError("a bug"), True)])
+def test_what_a_worker_says_holds_a_traceback_where_the_program_is_at_fault(error, traced):
+    broken = SimpleNamespace(run=Mock(side_effect=error), envs={3: SimpleNamespace(seed=5)})
+    said = _answer(broken, [(3, "step", None)])
+    assert said.startswith("environment 3 seed 5") and str(error) in said and ("Traceback" in said) == traced
 
 
 def test_worker_that_dies_again_and_again_is_an_error(cfg, scenarios, capfd):
