@@ -57,8 +57,7 @@ def phase2(cfg, team, guard):
     with make_pool(cfg, workers, cfg.rollout.num_envs_per_worker, str(folder / "scenario")) as pool:
         boundary = fewer = True
         while c["epoch"] < p.iterations:
-            taught = p.imitate_iterations + p.imitate_corrections
-            imitate, ruled = c["epoch"] < taught, c["epoch"] < p.imitate_iterations
+            rule = part_of_rule(p, c["epoch"])
             if fewer:  # workers than before
                 span = Span(pool.num_envs, team)
                 steps = steps_per_env(p, span, team)
@@ -66,35 +65,35 @@ def phase2(cfg, team, guard):
             if boundary:
                 collector = Collector(pool, None, cfg.run.seed, 2, span.first, folder=folder, spill_mb=p.spill_mb)
                 collector.take_turns(len(cfg.env.suite), p.checkpoint_every)
-                collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, c["epoch"])
+                collector.driver = make_driver(cfg, model, collector, team.device, precision.autocast, rule)
             slower = enter_stage(cfg, c["curriculum"], collector) if p.curriculum.enabled else 1.0
-            set_learning_rate(optimizer, p.imitate_lr * (1 - c["epoch"] / taught) if imitate else p.lr * slower)
+            set_learning_rate(optimizer, imitation_lr(p, c["epoch"]) if rule else p.lr * slower)
             if boundary:  # at a checkpoint all environments begin new episodes, in an uninterrupted run as well
                 collector.begin(c["epoch"])
             rollout, facts = collector.collect(steps)
             start = time.perf_counter()
             summary = summarise(team, rollout)
             add_advantages(cfg, team, rollout)
-            log = update(cfg, team, span, progress, module, rollout, precision, kept if imitate else None)
+            log = update(cfg, team, span, progress, module, rollout, precision, kept if rule else None)
             rollout = None  # before the next one is collected
             if p.curriculum.enabled:
                 summary["curriculum_stage"] = c["curriculum"]["stage"]
-                c["curriculum"] = c["curriculum"] if imitate else judge_stage(cfg, team, c["curriculum"], facts)
+                c["curriculum"] = c["curriculum"] if rule else judge_stage(cfg, team, c["curriculum"], facts)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), **guard.facts(),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
-                           imitated=int(imitate), time_learn=time.perf_counter() - start)
+                           imitated=int(rule is not None), time_learn=time.perf_counter() - start)
             asked = guard.must_stop()
             fewer = guard.give_up_worker(pool)
-            boundary = (asked or fewer or c["epoch"] in (p.iterations, p.imitate_iterations, taught)
-                        or c["epoch"] % p.checkpoint_every == 0)
+            boundary = (asked or fewer or c["epoch"] == p.iterations or c["epoch"] % p.checkpoint_every == 0
+                        or part_of_rule(p, c["epoch"]) != rule)
             if boundary:
-                value = math.inf if ruled else -summary["reward"]  # the highest reward of the policy's is the best
+                value = math.inf if rule == "drives" else -summary["reward"]  # the policy's highest reward is the best
                 progress.save(value, may_fail=c["epoch"] < p.iterations and not asked)
                 kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
-            if boundary and c["epoch"] >= taught:
+            if boundary and part_of_rule(p, c["epoch"]) is None:
                 kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
@@ -219,11 +218,24 @@ def summarise(team, batch):
     return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
 
 
-def make_driver(cfg, model, collector, device, autocast, iteration):
+def part_of_rule(p, iteration):
+    """What the rule of the warm start does in this iteration: it "drives", it "corrects" the policy, or None."""
+    if iteration < p.imitate_iterations:
+        return "drives"
+    return "corrects" if iteration < p.imitate_iterations + p.imitate_corrections else None
+
+
+def imitation_lr(p, iteration):
+    """The learning rate of the warm start, which falls to 0 at its end."""
+    return p.imitate_lr * (1 - iteration / (p.imitate_iterations + p.imitate_corrections))
+
+
+def make_driver(cfg, model, collector, device, autocast, rule):
     """Who commands the ICVs of a collector: the rule that is imitated, the policy corrected by it, the policy."""
-    kind, own = Driver, iteration - cfg.phase2.imitate_iterations
-    if own < cfg.phase2.imitate_corrections:
-        kind = functools.partial(RuleDriver, lambda env: imitated(cfg, collector.seed(env)), corrects=own >= 0)
+    kind = Driver
+    if rule:
+        rule_of = lambda env: imitated(cfg, collector.seed(env))  # noqa: E731
+        kind = functools.partial(RuleDriver, rule_of, corrects=rule == "corrects")
     return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 

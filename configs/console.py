@@ -126,7 +126,10 @@ def settle_output():
 
 def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
-    message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept."""
+    message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept.
+
+    For tools; scripts that train or score, perhaps on several ranks, have `runtime.ending.run_script`.
+    """
     settle_output()
     try:
         code = work() or 0

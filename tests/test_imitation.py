@@ -140,7 +140,8 @@ def test_who_is_corrected_drives_itself(scenarios):
     with make_pool(cfg, 0, 2, scenarios) as pool:
         pool.reset([1, 2])
         collector = SimpleNamespace(pool=pool, seed=lambda env: env)
-        drivers = [train_rl.make_driver(cfg, model, collector, CPU, contextlib.nullcontext, i) for i in range(6)]
+        drivers = [train_rl.make_driver(cfg, model, collector, CPU, contextlib.nullcontext,
+                                        train_rl.part_of_rule(cfg.phase2, i)) for i in range(6)]
         observation = {key: pool.arrays[key].copy() for key in pool.final}
         noise = torch.rand(2, 5 * K + 200), torch.randn(2, K)
         (ruled, by_rule), (labelled, by_policy) = (
