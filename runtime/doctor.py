@@ -5,7 +5,7 @@
 
 Every line says ok, warn or FAIL, what was found and, unless it is fine, what to do. Then follow about 20 seconds of
 measurements (longer with the full model on a CPU). Exit code 2 when something fails. Like the scripts, this file uses
-every part of the project.
+every part of the project, but imports torch only where it is needed: on a machine without it, that is a finding.
 """
 import contextlib
 import copy
