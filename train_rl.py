@@ -83,17 +83,17 @@ def phase2(cfg, team, guard):
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), **guard.facts(),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
                            imitated=int(rule is not None), time_learn=time.perf_counter() - start)
-            asked = guard.must_stop()
+            coming, asked = part_of_rule(p, c["epoch"]), guard.must_stop()
             fewer = guard.give_up_worker(pool)
-            boundary = (asked or fewer or c["epoch"] == p.iterations or c["epoch"] % p.checkpoint_every == 0
-                        or part_of_rule(p, c["epoch"]) != rule)
+            boundary = (asked or fewer or coming != rule or c["epoch"] == p.iterations
+                        or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
                 value = math.inf if rule == "drives" else -summary["reward"]  # the policy's highest reward is the best
                 progress.save(value, may_fail=c["epoch"] < p.iterations and not asked)
                 kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
-            if boundary and part_of_rule(p, c["epoch"]) is None:
+            if boundary and coming is None:
                 kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
@@ -232,10 +232,8 @@ def imitation_lr(p, iteration):
 
 def make_driver(cfg, model, collector, device, autocast, rule):
     """Who commands the ICVs of a collector: the rule that is imitated, the policy corrected by it, the policy."""
-    kind = Driver
-    if rule:
-        rule_of = lambda env: imitated(cfg, collector.seed(env))  # noqa: E731
-        kind = functools.partial(RuleDriver, rule_of, corrects=rule == "corrects")
+    kind = Driver if rule is None else functools.partial(
+        RuleDriver, lambda env: imitated(cfg, collector.seed(env)), corrects=rule == "corrects")
     return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 
