@@ -24,7 +24,7 @@ from configs.files import write_whole
 from data.settings import scenario_hashes
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory, machine_memory, oom_kills
-from runtime.resources import claim, share_of_workers
+from runtime.resources import claim, share_of_workers, spin_briefly
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
@@ -107,7 +107,7 @@ def run_step(step, command, threads, stop):
         marker, killed = Path(place) / "exit-code", oom_kills()
         environment["EXIT_CODE_FILE"] = str(marker)
         environment.setdefault("MEMORY_ROOT", str(os.getpid()))
-        environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin make a busy machine much slower
+        spin_briefly(environment)
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
         stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
         if stop.asked:  # while it was started

@@ -15,6 +15,10 @@ import math
 import sys
 import time
 from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
+from runtime.resources import share_of_workers, spin_briefly
+
+if __name__ == "__main__":
+    spin_briefly()
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +45,6 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
-from runtime.resources import share_of_workers
 from runtime.rollout import Collector, check_collection
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,

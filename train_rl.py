@@ -15,6 +15,10 @@ import time
 from pathlib import Path
 from statistics import fmean
 from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
+from runtime.resources import claim, share_of_workers, spin_briefly, threads_per_process
+
+if __name__ == "__main__":
+    spin_briefly()
 
 import numpy as np
 import torch
@@ -33,7 +37,6 @@ from runtime import curriculum
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard
-from runtime.resources import claim, share_of_workers, threads_per_process
 from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError

@@ -25,7 +25,7 @@ from data.settings import DataError, processed_folder
 from env.launch import SumoError
 from runtime import machine
 from runtime.machine import FAIL, OK, WARN, Finding
-from runtime.resources import threads_per_process
+from runtime.resources import spin_briefly, threads_per_process
 from runtime.sizing import Line, Speed, forecast, recommend
 
 SECONDS = 1.2  # for each of the measurements
@@ -222,6 +222,7 @@ def advise(cfg, speed, gb):
 
 
 def main(arguments=None):
+    spin_briefly()  # as the trainings do, which it measures
     options = parse(__doc__, arguments, lambda parser: parser.add_argument(
         "--no-benchmark", action="store_true", help="only look, measure nothing"))
     cfg, failed = options.config, False

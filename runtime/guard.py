@@ -73,7 +73,7 @@ class MemoryGuard(Sampler):
         self.gpu = team.device if team.device.type == "cuda" else None
         if self.gpu and m.gpu_fraction:
             torch.cuda.set_per_process_memory_fraction(m.gpu_fraction, self.gpu)
-        self.gpu_pause, self.memory, self.table = 0.0, {}, ""
+        self.gpu_pause, self.gpu_told, self.memory, self.table = 0.0, None, {}, ""
         self.lock = threading.Lock()
         if team.local_rank == 0:
             self.start()
@@ -129,8 +129,10 @@ class MemoryGuard(Sampler):
         if reserved > m.gpu_hard_gb and self.may_split and m.split < MOST_PARTS:
             m.split *= 2  # whoever learns reads it there
         torch.cuda.empty_cache()
-        print(f"rank {self.team.rank}: {reserved:.1f} GB of GPU memory reserved: cache emptied, micro-batches in "
-              f"{m.split} parts", flush=True)
+        if m.split != self.gpu_told:  # once, not every few seconds where nothing more can be done
+            self.gpu_told = m.split
+            print(f"rank {self.team.rank}: {reserved:.1f} GB of GPU memory reserved: cache emptied, micro-batches in "
+                  f"{m.split} parts", flush=True)
 
     def facts(self):
         """Memory for the metrics, now."""

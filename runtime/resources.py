@@ -16,6 +16,14 @@ def threads_per_process(wanted, ranks, rollout_workers=0):
     return wanted or max(1, (cores - rollout_workers) // ranks)
 
 
+def spin_briefly(environment=os.environ):
+    """Have OpenMP's threads look for work for microseconds, not milliseconds, before they sleep; call before torch is
+    imported. Threads that wait by spinning take the cores from whoever else computes here, above all from the thread
+    that they wait for. A user's own choice stays."""
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def share_of_workers(rollout, learners):
     """Rollout processes of each learner of a node, which divide `rollout.num_workers` between them; 0 = in itself."""
     return max(1, rollout.num_workers // learners) if rollout.num_workers else 0

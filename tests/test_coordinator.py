@@ -195,3 +195,16 @@ def test_damaged_state_is_named(steps, content):
         steps()
     Path("runs/smoke/state.json").unlink()
     assert steps() == (0, list(coordinator.STEPS)) and json.loads(Path("runs/smoke/state.json").read_text())["steps"]
+
+
+@pytest.mark.parametrize("script", [["train_ddp.py", "--phase", "1"], ["train_rl.py"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("own, expected", [({}, "GOMP_SPINCOUNT = '1000'"),
+                                           ({"OMP_WAIT_POLICY": "active"}, "GOMP_SPINCOUNT = '30000000000'")])
+def test_threads_that_wait_spin_briefly(script, own, expected, tmp_path):
+    """OpenMP reads this when torch is imported. Only the coordinator asked for it: a training that was started by
+    itself beside two other busy processes on two cores learned 30 times slower, its threads waiting for each other."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, str(ROOT / script[0]), *script[1:], "run.nonsense=1"],
+                          env={**environment, **own, "OMP_DISPLAY_ENV": "verbose"}, cwd=tmp_path, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 2 and expected in done.stderr

@@ -215,9 +215,9 @@ def test_environments_in_this_process_are_not_given_up(pool_of):
 # ---- GPU memory, smaller micro-batches -----------------------------------------------------------------------------
 
 @pytest.mark.parametrize("static, expected", [(False, [1, 1, 1, 1, 2, 2, 4]), (True, [1] * 7)])
-def test_gpu_memory_empties_the_cache_then_cuts_micro_batches(guarded, monkeypatch, static, expected):
+def test_gpu_memory_empties_the_cache_then_cuts_micro_batches(guarded, monkeypatch, static, expected, capsys):
     """After each measure the guard waits until it can have had an effect. PyTorch loses gradients when several
-    micro-batches meet ddp.static_graph."""
+    micro-batches meet ddp.static_graph. It said the same again every second where nothing more could be done."""
     cfg, clock, parts = Config(), iter([100, 101, 102, 110, 120, 121, 130]), []
     cfg.ddp.static_graph = static
     readings, seen, emptied = iter([19.0, 20.5, 20.6, 20.7, 21.5, 21.5, 22.0]), [], []
@@ -231,6 +231,7 @@ def test_gpu_memory_empties_the_cache_then_cuts_micro_batches(guarded, monkeypat
         assert not guard.must_stop()
         parts.append(cfg.memory.split)
     assert parts == expected and emptied == [20.5, 20.7, 21.5, 22.0]
+    assert re.findall(r"in (\d) parts", capsys.readouterr().out) == [str(n) for n in sorted(set(expected))]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 64])
