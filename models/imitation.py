@@ -35,11 +35,14 @@ class RuleDriver(Driver):
     def choose(self, seen, noise):
         """The rule's choice; `log_prob` stays that of the policy's own, which nobody learns from."""
         choice = super().choose(seen, noise)
+        choice = {name: value.cpu() for name, value in choice.items()}  # a GPU would be waited for at every small step
+        slots, valid = seen["slots"].cpu(), seen["valid"].cpu()
         for row, env in enumerate(seen["envs"]):
             rule = self.rules[env] = self.rules.get(env) or self.make_rule(env)
             observation = {name: value[row] for name, value in seen["arrays"].items()}
             wanted = rule(observation, choice["picks"].shape[1])
-            follow({name: value[row] for name, value in choice.items()}, wanted, seen["slots"][row][seen["valid"][row]])
+            follow({name: value[row] for name, value in choice.items()}, wanted, slots[row][valid[row]])
+        choice = {name: value.to(self.device) for name, value in choice.items()}
         return with_room(choice, self.model.controller.lane_choices(take(seen["candidates"], choice["picks"])))
 
 
