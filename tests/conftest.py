@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 import math
+import os
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ from env import launch
 from env.scenarios import build_scenario
 from env.traffic_env import TrafficEnv
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bits are compared, and a GPU may belong to a training that runs now
 torch.set_num_threads(1)  # tests run side by side: with a thread per core each, many cores get in each other's way
 
 

@@ -52,7 +52,7 @@ def train(copy, tmp_path):
     """train(ranks, last step or 0, run name, *overrides) -> (finished process, lines noted by each rank)."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     calls = []
 
     def run(ranks, last, name, *overrides):

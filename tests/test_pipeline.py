@@ -28,7 +28,7 @@ from runtime.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 300  # s; generous, because nothing here measures time
-MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT))
 # One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
          "phase1.epochs=6", "phase2.iterations=4", "phase2.imitate_corrections=1", "phase2.imitate_keep=1",

@@ -192,7 +192,7 @@ LEARNED = 2 * 2 * 100 // 20
 def learn(folder, ranks):
     """Phase 2 in `folder` with so many learners: (its metrics, its weights)."""
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *start, str(ROOT / "train_rl.py"), *WORDS], cwd=folder, env=environment,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

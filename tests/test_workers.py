@@ -201,8 +201,9 @@ def test_without_a_next_seed_the_last_observation_stays(pool_of, config, workers
 
 # ---- lean workers -----------------------------------------------------------------------------------------------
 
-def test_workers_never_import_torch_and_share_anonymous_memory_only(pool_of):
+def test_workers_never_import_torch_and_share_anonymous_memory_only(pool_of, monkeypatch):
     import torch  # noqa: F401  the learner has it, the workers must not
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     pool = pool_of(2, 1)
     pool.reset([1, 2])
     for process in pool.processes:
