@@ -16,6 +16,9 @@ import sys
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
+from runtime.resources import before_torch
+if __name__ == "__main__":
+    before_torch()
 
 import torch
 
@@ -263,8 +266,7 @@ def main():
     seeds = [seed for seed in seeds if seed not in given_up]
     scenario = scenarios_of(configs.values())
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
-    print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % "
-          "interval")
+    print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
     print("\n".join([table(summarise(rows)), *paired_lines(pairs)]))
     for doubt in doubts(rows, scenario):
         console.say(f"WARNING: {doubt}")

@@ -15,10 +15,9 @@ import math
 import sys
 import time
 from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
-from runtime.resources import share_of_workers, spin_briefly
-
+from runtime.resources import before_torch, share_of_workers
 if __name__ == "__main__":
-    spin_briefly()
+    before_torch()
 
 import torch
 import torch.nn.functional as F

@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 from statistics import fmean
 from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
-from runtime.resources import claim, share_of_workers, spin_briefly, threads_per_process
-
+from runtime.resources import before_torch, claim, share_of_workers, threads_per_process
 if __name__ == "__main__":
-    spin_briefly()
+    before_torch()
 
 import numpy as np
 import torch

@@ -1,6 +1,7 @@
 """How the cores and folders of a machine are shared out; without torch, for the coordinator too."""
 import fcntl
 import os
+import signal
 from pathlib import Path
 
 from configs import ConfigError
@@ -22,6 +23,14 @@ def spin_briefly(environment=os.environ):
     that they wait for. A user's own choice stays."""
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def before_torch():
+    """What a script does first, as importing torch takes seconds: Ctrl-C ends it without a traceback until `run_script`
+    has its say; see `spin_briefly`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    spin_briefly()
 
 
 def share_of_workers(rollout, learners):

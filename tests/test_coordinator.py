@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,3 +209,17 @@ def test_threads_that_wait_spin_briefly(script, own, expected, tmp_path):
                           env={**environment, **own, "OMP_DISPLAY_ENV": "verbose"}, cwd=tmp_path, capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 2 and expected in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_rl.py", "evaluate.py"])
+def test_ctrl_c_while_torch_is_imported_is_no_traceback(script, tmp_path):
+    """It was, and importing torch takes seconds. Here it takes a minute."""
+    (tmp_path / "torch.py").write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(60)")
+    with subprocess.Popen([sys.executable, str(ROOT / script)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == b""
+    assert process.returncode == -signal.SIGINT
