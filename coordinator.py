@@ -24,7 +24,7 @@ from configs.files import write_whole
 from data.settings import scenario_hashes
 from env.launch import die_with_parent
 from runtime.memory import PeakMemory, machine_memory, oom_kills
-from runtime.resources import claim, share_of_workers, spin_briefly
+from runtime.resources import claim, share_of_workers, spin_briefly, usable_cores
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
@@ -68,7 +68,7 @@ def resource_plan(cfg):
             "phase2": training(learners), "phase3": training(ranks),
             "evaluate": {**alone, "rollout_workers": scorers, "environments": scorers}, "report": alone}
     columns = ("processes", "threads", "gpus", "rollout_workers", "environments")
-    print(f"resource plan ({len(os.sched_getaffinity(0))} cores, {gpus} GPUs, {machine_memory()[1] / 1024:.1f} GB; "
+    print(f"resource plan ({usable_cores()} cores, {gpus} GPUs, {machine_memory()[1] / 1024:.1f} GB; "
           f"phases 1 to 3 may need {cfg.memory.budget_gb:g} GB):")
     print(f"  {'step':12s}" + "".join(f"{c:>17s}" for c in columns))
     for step, row in plan.items():

@@ -9,7 +9,6 @@ every part of the project, but imports torch only where it is needed: on a machi
 """
 import contextlib
 import copy
-import os
 import statistics
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from data.settings import DataError, processed_folder
 from env.launch import SumoError
 from runtime import machine
 from runtime.machine import FAIL, OK, WARN, Finding
-from runtime.resources import spin_briefly, threads_per_process
+from runtime.resources import spin_briefly, threads_per_process, usable_cores
 from runtime.sizing import Line, Speed, forecast, recommend
 
 SECONDS = 1.2  # for each of the measurements
@@ -95,7 +94,7 @@ def measure(cfg, tell):
     cfg = copy.deepcopy(cfg)
     # Traffic as in the middle of an episode, which does not end meanwhile.
     cfg.env.warmup_s, cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.env.horizon_s // 3, 1e6, False
-    cores, gpus = len(os.sched_getaffinity(0)), torch.cuda.device_count() if cfg.run.device != "cpu" else 0
+    cores, gpus = usable_cores(), torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     device = torch.device("cuda" if gpus else "cpu")
     ranks = cfg.coordinator.nproc or max(gpus, 1)
     torch.set_num_threads(threads_per_process(cfg.run.threads, ranks, cfg.rollout.num_workers))

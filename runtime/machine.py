@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.memory import cgroup_memory, numbers
+from runtime.resources import usable_cores
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 WSLCONFIG = ("in C:\\Users\\<you>\\.wslconfig, section [wsl2]: memory=14GB and swap=16GB on a host with 16 GB, then "
@@ -183,5 +184,6 @@ def wsl2(release=None):
 def processors(load=None):
     """Finding on processors and the machine's load, by default the present one."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0] if load is None else load
-    return judged(load <= 0.5 * cores, "processors", f"{cores}, load {load:.1f}", "others compute here too: what is "
+    share = f"the time of {usable_cores()} of {cores}" if usable_cores() < cores else f"{cores}"
+    return judged(load <= 0.5 * cores, "processors", f"{share}, load {load:.1f}", "others compute here too: what is "
                   "measured below is too slow; wait or stop them (`top`)")

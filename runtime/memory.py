@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from runtime.resources import control_groups
 
 NO_LIMIT = 2 ** 60  # bytes; what the old kind of control group says where there is none is above it
 
@@ -93,23 +94,16 @@ def cgroup_memory(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
     """[(MB used without pages of files, limit in MB)] of the control groups of this process that have a limit, the
     old and the new kind."""
     found = []
-    for _, controllers, path in (line.split(":", 2) for line in Path(own).read_text().splitlines()):
-        if controllers not in ("", "memory"):
-            continue
-        limit, uses = (("memory.limit_in_bytes", ("total_rss", "total_shmem")) if controllers else
+    for folder, old in control_groups("memory", root, own):
+        limit, uses = (("memory.limit_in_bytes", ("total_rss", "total_shmem")) if old else
                        ("memory.max", ("anon", "shmem")))
-        top = Path(root) / controllers
-        group = top / path.strip("/")
-        for folder in (group, *group.parents):
-            try:
-                most = int((folder / limit).read_text())  # the new kind says "max" where there is none
-            except (OSError, ValueError):
-                most = NO_LIMIT
-            stat = numbers(folder / "memory.stat")
-            if stat and most < NO_LIMIT:
-                found.append((sum(stat.get(name, 0) for name in uses) / 2 ** 20, most / 2 ** 20))
-            if folder == top:
-                break
+        try:
+            most = int((folder / limit).read_text())  # the new kind says "max" where there is none
+        except (OSError, ValueError):
+            most = NO_LIMIT
+        stat = numbers(folder / "memory.stat")
+        if stat and most < NO_LIMIT:
+            found.append((sum(stat.get(name, 0) for name in uses) / 2 ** 20, most / 2 ** 20))
     return found
 
 

@@ -13,8 +13,37 @@ def threads_per_process(wanted, ranks, rollout_workers=0):
     `wanted` (run.threads) counts when it is not 0. Threads that compete with busy simulators wait for each other at
     every operation: one thread of two that has no core of its own halves the speed of inference.
     """
+    return wanted or max(1, (usable_cores() - rollout_workers) // ranks)
+
+
+def usable_cores(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """How many processors this process may keep busy: those that it may run on or, where that is less, the share of
+    their time that its control groups have (docker --cpus)."""
     cores = len(os.sched_getaffinity(0))
-    return wanted or max(1, (cores - rollout_workers) // ranks)
+    for folder, old in control_groups("cpu", root, own):
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if old else ("cpu.max",)
+        try:
+            quota, period = (int(word) for name in files for word in (folder / name).read_text().split())
+        except (OSError, ValueError):  # the new kind says "max" where there is none
+            continue
+        if quota > 0:  # the old kind says -1
+            cores = min(cores, quota // period)
+    return max(cores, 1)
+
+
+def control_groups(controller, root="/sys/fs/cgroup", own="/proc/self/cgroup"):
+    """[(folder, whether of the old kind, which has a folder for each controller)] of the control groups of this
+    process, its own first, then those above it."""
+    try:
+        lines, found = Path(own).read_text().splitlines(), []
+    except OSError:  # a kernel without control groups
+        return []
+    for _, names, path in (line.split(":", 2) for line in lines):
+        if not names or controller in names.split(","):
+            top = Path(root) / names
+            group = top / path.strip("/")
+            found += [(folder, bool(names)) for folder in (group, *group.parents) if folder.is_relative_to(top)]
+    return found
 
 
 def spin_briefly(environment=os.environ):

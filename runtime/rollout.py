@@ -6,13 +6,13 @@ one step of each is under way: that is all that is ever prefetched. A worker tha
 and after some times a WorkerError that names it (env/workers.py). The steps that it lost are kept, marked as `lost`.
 """
 import math
-import os
 import time
 
 import numpy as np
 import torch
 
 from configs import ConfigError, console
+from runtime.resources import usable_cores
 from runtime.storage import Rollout
 
 STORED = ("picks", "u", "lane", "release", "pace", "log_prob", "value", "cost_value")
@@ -200,7 +200,7 @@ def alternating(groups):
 
     Not where its simulators keep all processors busy: one larger batch then costs less than two.
     """
-    if len(groups) > 1 or not 1 < len(groups[0]) < len(os.sched_getaffinity(0)):
+    if len(groups) > 1 or not 1 < len(groups[0]) < usable_cores():
         return groups
     return [groups[0][::2], groups[0][1::2]]
 

@@ -24,6 +24,7 @@ from runtime.distributed import Team
 from runtime.ending import note, run_script
 from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
+from runtime.resources import usable_cores
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.rollout import Collector
 from train_ddp import phase3
@@ -143,6 +144,23 @@ def test_control_groups_limits_are_found(tmp_path, kind, limit, stat):
         (folder / limit).write_text(most)
         (folder / "memory.stat").write_text(stat)
     assert cgroup_memory(tmp_path, tmp_path / "own") == [(110.0, 200.0)]
+
+
+@pytest.mark.parametrize("kind, files, expected", [
+    ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "350000 100000"}, 3),
+    ("0::/", {"cpu.max": "50000 100000"}, 1),
+    ("0::/", {"cpu.max": "6400000 100000"}, 32),
+    ("0::/", {}, 32),
+    ("3:cpu,cpuacct:/a", {"cpu,cpuacct/a/cpu.cfs_quota_us": "-1", "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+                          "cpu,cpuacct/cpu.cfs_quota_us": "200000", "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2)])
+def test_a_containers_share_of_the_processors_counts(tmp_path, monkeypatch, kind, files, expected):
+    """`docker --cpus=2` on a machine with 32 processors had 32 threads, which waited for each other."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
+    for name, text in {"own": f"1:name=systemd:/a\n{kind}\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path, tmp_path / "own") == expected
+    assert usable_cores(tmp_path, tmp_path / "no such file") == 32
 
 
 def test_the_tree_begins_at_the_outermost_script():
