@@ -27,6 +27,7 @@ from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
 from evaluate import parse_seeds
 from runtime.ending import run_script
+from runtime.resources import usable_cores
 from runtime.scores import mean_ci, with_interval
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
@@ -84,7 +85,7 @@ def sweep(cfg, scales, seeds, folder, say=print):
     titles = {**COLUMNS, "demand": demand_title(cfg.env.scenario)}
     say("".join([f"{'scale':>6s}", *(f"{title:>20s}" for title in titles.values()), f"{'collisions':>12s}",
                  f"{'teleports':>12s}"]))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         for scale in scales:
             episodes = list(pool.map(lambda seed: measure(scaled(cfg, scale), seed, folder), seeds))
             row = {"scale": scale, **{name: mean_ci([e[name] for e in episodes]) for name in COLUMNS},

@@ -34,6 +34,7 @@ from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from evaluate import command, parse_seeds, run_jobs, score
 from runtime.ending import run_script
+from runtime.resources import usable_cores
 from runtime.scores import differences, paired_lines, summarise, table
 from train_ddp import USER_ERRORS
 
@@ -150,7 +151,7 @@ def add_options(parser):
     parser.add_argument("--every", type=at_least(1), default=20, help="control steps between decisions (%(default)s)")
     parser.add_argument("--ahead", type=at_least(1), default=120, help="control steps tried out (%(default)s)")
     parser.add_argument("--seeds", default="21-22", help="training seeds (default: %(default)s)")
-    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="(default: %(default)s)")
+    parser.add_argument("--processes", type=at_least(1), default=usable_cores(), help="(default: %(default)s)")
     parser.add_argument("--json", type=writable, default="headroom.json", help="where the result goes")
 
 

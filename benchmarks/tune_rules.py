@@ -12,7 +12,6 @@ overrides for any command line; so is the best rule of each variant alone, for a
 """
 import copy
 import functools
-import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from env.workers import WorkerError, make_pool
 from controllers import make_controller
 from evaluate import parse_seeds, run_jobs
 from runtime.ending import run_script
+from runtime.resources import usable_cores
 from runtime.scores import summarise, table
 from train_ddp import USER_ERRORS
 
@@ -142,7 +142,7 @@ def add_options(parser):
     parser.add_argument("--final-seeds", default="4-9", help="training seeds that decide (default: %(default)s)")
     parser.add_argument("--no-held-out", dest="held_out", action="store_false", help="leave out the held-out seeds")
     parser.add_argument("--limit", type=float, help="also the best rule whose C_int is not above it")
-    parser.add_argument("--processes", type=at_least(1), default=os.cpu_count(), help="(default: %(default)s)")
+    parser.add_argument("--processes", type=at_least(1), default=usable_cores(), help="(default: %(default)s)")
     parser.add_argument("--json", type=writable, default="rules.json", help="where the result goes")
 
 
