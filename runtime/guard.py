@@ -73,7 +73,7 @@ class MemoryGuard(Sampler):
         self.gpu = team.device if team.device.type == "cuda" else None
         if self.gpu and m.gpu_fraction:
             torch.cuda.set_per_process_memory_fraction(m.gpu_fraction, self.gpu)
-        self.gpu_pause, self.gpu_told, self.memory, self.table = 0.0, None, {}, ""
+        self.gpu_pause, self.memory, self.table = 0.0, {}, ""
         self.lock = threading.Lock()
         if team.local_rank == 0:
             self.start()
@@ -125,12 +125,11 @@ class MemoryGuard(Sampler):
         m, reserved = self.settings, torch.cuda.memory_reserved(self.gpu) / 2 ** 30  # GB that PyTorch keeps
         if reserved <= m.gpu_soft_gb or time.monotonic() < self.gpu_pause:
             return
-        self.gpu_pause = time.monotonic() + m.every_s
+        news, self.gpu_pause = not self.gpu_pause, time.monotonic() + m.every_s
         if reserved > m.gpu_hard_gb and self.may_split and m.split < MOST_PARTS:
-            m.split *= 2  # whoever learns reads it there
+            m.split, news = 2 * m.split, True  # whoever learns reads it there
         torch.cuda.empty_cache()
-        if m.split != self.gpu_told:  # once, not every few seconds where nothing more can be done
-            self.gpu_told = m.split
+        if news:  # not every few seconds where nothing more can be done
             print(f"rank {self.team.rank}: {reserved:.1f} GB of GPU memory reserved: cache emptied, micro-batches in "
                   f"{m.split} parts", flush=True)
 

@@ -184,6 +184,7 @@ def wsl2(release=None):
 def processors(load=None):
     """Finding on processors and the machine's load, by default the present one."""
     cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0] if load is None else load
-    share = f"the time of {usable_cores()} of {cores}" if usable_cores() < cores else f"{cores}"
-    return judged(load <= 0.5 * cores, "processors", f"{share}, load {load:.1f}", "others compute here too: what is "
+    usable = usable_cores()
+    found = f"the time of {usable} of {cores}" if usable < cores else f"{cores}"
+    return judged(load <= 0.5 * cores, "processors", f"{found}, load {load:.1f}", "others compute here too: what is "
                   "measured below is too slow; wait or stop them (`top`)")

@@ -24,8 +24,8 @@ from runtime.distributed import Team
 from runtime.ending import note, run_script
 from runtime.guard import MemoryGuard, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
-from runtime.resources import usable_cores
 from runtime.metrics import VOCABULARY, read_metrics
+from runtime.resources import usable_cores
 from runtime.rollout import Collector
 from train_ddp import phase3
 from train_rl import phase2
