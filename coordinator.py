@@ -101,7 +101,8 @@ def command_of(step, options, folder, plan):
 def run_step(step, command, threads, stop):
     """Run one step in a process group of its own; returns its exit code."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads),
+                   "PYTHONSAFEPATH": "1"}  # no `data` of the current folder
     print(f"\n==== {step}: {' '.join(command)}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         marker, killed = Path(place) / "exit-code", oom_kills()

@@ -239,7 +239,8 @@ def phase3(cfg, team, guard):
             limit = objectives.limit_at(c["epoch"], p.limit_start, p.limit_end, p.limit_epochs)
             sequences, summary = make_sequences(cfg, team, batch.dense(), c["multiplier"])
             log = learn_constrained(cfg, team, progress, module, sequences, precision)
-            c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + summary.pop("steps")
+            c["epoch"] += 1
+            c["env_steps"] += team.world * pool.num_envs * p.fragment_length
             metrics.record(c["epoch"], p.epochs, limit=limit, multiplier=c["multiplier"], **summary, **log,
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, **guard.facts())
@@ -284,10 +285,11 @@ def make_sequences(cfg, team, batch, multiplier):
                  for name in names}
     before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
-    active, episodes = by_env["pick_valid"], (by_env["cost"] * icvs).sum(1) / icvs.sum(1).clamp(min=1)
-    envs, cost, reward, released, picks = team.all_sum([len(episodes), *(float(x.sum()) for x in (
-        episodes, batch["reward"], by_env["release"] & active, active))])
-    return sequences, {"c_int": cost / envs, "reward": reward / envs / steps, "steps": envs * steps,
+    active, real = by_env["pick_valid"], ~by_env["lost"]  # lost steps say nothing about the policy
+    episodes = (by_env["cost"] * icvs * real).sum(1) / (icvs * real).sum(1).clamp(min=1)
+    envs, taken, cost, reward, released, picks = team.all_sum([float(x.sum()) for x in (
+        real.any(1), real, episodes, batch["reward"], by_env["release"] & active, active)])
+    return sequences, {"c_int": cost / max(envs, 1), "reward": reward / max(taken, 1),
                        "released": released / max(picks, 1)}
 
 

@@ -95,7 +95,7 @@ def phase2(cfg, team, guard):
                 kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
                 return guard.leave(f"after iteration {c['epoch']}")
-            if boundary and coming is None:
+            if boundary and coming is None and not progress.failures:  # the last good checkpoint may need them
                 kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
 
@@ -212,12 +212,11 @@ def epoch_rows(cfg, span, steps, iteration, epoch):
 
 
 def summarise(team, batch):
-    """Mean reward, intervention cost and share of released picks over all ranks."""
+    """Mean reward, intervention cost and share of released picks over all ranks; lost steps count as none."""
     active = batch["pick_valid"]
-    reward, cost, n, released, picks = team.all_sum([
-        float(batch["reward"].sum()), float(batch["cost"].sum()), batch["reward"].numel(),
-        float((batch["release"] & active).sum()), float(active.sum())])
-    return {"reward": reward / n, "c_int": cost / n, "released": released / max(picks, 1)}
+    reward, cost, n, released, picks = team.all_sum([float(x.sum()) for x in (
+        batch["reward"], batch["cost"], ~batch["lost"], batch["release"] & active, active)])
+    return {"reward": reward / max(n, 1), "c_int": cost / max(n, 1), "released": released / max(picks, 1)}
 
 
 def part_of_rule(p, iteration):
@@ -256,7 +255,8 @@ def one_learner_per_gpu(cfg):
             os.execv(sys.executable, command)
         threads = threads_per_process(cfg.run.threads, gpus, cfg.rollout.num_workers)
         with claim(Path(cfg.run.folder) / cfg.run.name):  # in the coordinator's place
-            return run_step("phase 2", command, threads, Stop())
+            code = run_step("phase 2", command, threads, stop := Stop())
+        return code if code >= 0 else 130 if stop.asked else 128 - code  # ended by a signal: as a shell says it
 
 
 @record

@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from env.launch import SumoError, explained, find_binary, put_in, sumo_environment
+from env.launch import SumoError, die_with_parent, explained, find_binary, put_in, sumo_environment
 from env.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_AHEAD_S = 200  # SUMO's `route-steps`
+OUT_OF_THE_WAY = {"process_group": 0, "preexec_fn": die_with_parent}  # of Ctrl-C, which is not for SUMO's tools
 REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
 
@@ -98,7 +99,7 @@ def _dry_run(words):
     """(whether SUMO refused to go on, what it said about that and about traffic that it left out)."""
     try:
         done = subprocess.run([find_binary("sumo"), *words], capture_output=True, text=True, errors="replace",
-                              env=sumo_environment(), timeout=20)
+                              env=sumo_environment(), timeout=20, **OUT_OF_THE_WAY)
     except subprocess.TimeoutExpired:
         return False, []
     said = [line for line in done.stderr.splitlines()
@@ -144,7 +145,8 @@ def _netconvert(work, name):
     if (work / "connections.xml").exists():
         parts.append("-x=connections.xml")
     command = [find_binary("netconvert"), *parts, "--no-turnarounds", "true", "--xml-validation", "never"]
-    done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment(), cwd=work)
+    done = subprocess.run(command, capture_output=True, text=True, env=sumo_environment(), cwd=work,
+                          **OUT_OF_THE_WAY)
     if done.returncode:
         raise SumoError(f"netconvert refused the network of scenario {name!r}; change `{name}:` in the configuration. "
                         f"It said:\n{explained(done.stderr.strip())}")

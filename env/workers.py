@@ -110,8 +110,10 @@ class WorkerPool(Pool):
         self.cfg, self.folder, self.num_workers, self.per_worker = cfg, folder, num_workers, envs_per_worker
         self.processes, self.pipes = [None] * num_workers, [None] * num_workers
         self.waiting = [[] for _ in range(num_workers)]  # orders that a worker has not answered yet
-        self.failures = [0] * num_workers  # since its last answer
-        self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30
+        self.failures = [0] * num_workers  # since its last good step
+        # For one order. SUMO's own calls have deadlines; a warm-up, in many calls, is no slower than the traffic.
+        warmup_s = max(variant.env.warmup_s for variant in cfg.variants())
+        self.patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + warmup_s + 30
         try:
             for w in range(num_workers):
                 self._start_worker(w)
@@ -122,7 +124,7 @@ class WorkerPool(Pool):
     def _start_worker(self, w):
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                       "CUDA_VISIBLE_DEVICES": "",
+                       "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1",  # no `env` of the current folder
                        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
         with theirs:
             self.processes[w] = subprocess.Popen(
@@ -151,12 +153,14 @@ class WorkerPool(Pool):
 
     def _answer_of(self, w):
         """What worker w says to the oldest of its orders, if need be after it was replaced."""
+        orders = self.waiting[w][0]
+        patience = self.patience * len(orders)
         while True:
             try:
-                if self.pipes[w].poll(self.patience):
+                if self.pipes[w].poll(patience):
                     answer = self.pipes[w].recv()
                     break
-                trouble = f"did not answer within {self.patience:.0f} s"
+                trouble = f"did not answer within {patience:.0f} s"
             except (EOFError, OSError):
                 trouble = "has gone" + self._exit_code(w)
             self._replace(w, trouble)
@@ -164,7 +168,8 @@ class WorkerPool(Pool):
             self.close()
             raise WorkerError(f"rollout worker {w} failed: {answer}")
         self.waiting[w].pop(0)
-        self.failures[w] = 0
+        if not any(what == "reset" or self.arrays["lost"][i] for i, what, _ in orders):
+            self.failures[w] = 0
         return answer
 
     def _exit_code(self, w):

@@ -77,13 +77,17 @@ def forecast(cfg, speed):
     batches = train // p1.batch_size
     sequences = p3.fragment_length / p3.sequence_length * envs / ranks
     rounds = p3.passes * (sequences // p3.batch_size)
-    seen = max(p2.train_batch_size, workers[learners] * r.num_envs_per_worker * p2.fragment_length)
-    minibatches = p2.epochs * (seen // p2.minibatch_size)
+    fragments = workers[learners] * r.num_envs_per_worker * p2.fragment_length
+    seen = fragments * max(1, math.ceil(p2.train_batch_size / fragments))
+    # All of the warm start but its first iteration learn from a kept rollout as well.
+    warm = min(p2.imitate_iterations + p2.imitate_corrections, p2.iterations)
+    learned = p2.iterations + (max(warm - 1, 0) if p2.imitate_keep else 0)
+    minibatches = learned * p2.epochs * (seen // p2.minibatch_size)
     return {
         "collect": episodes * steps * shared(speed, d.processes),
         "phase1": p1.epochs * (batches * speed.phase1(p1.batch_size) + held_out * speed.phase1.each / 3),
-        "phase2": p2.iterations * (seen / env_rate(speed, workers[learners], r.num_envs_per_worker, learners)
-                                   + minibatches * speed.phase2(p2.minibatch_size / learners)),
+        "phase2": (p2.iterations * seen / env_rate(speed, workers[learners], r.num_envs_per_worker, learners)
+                   + minibatches * speed.phase2(p2.minibatch_size / learners)),
         "phase3": p3.epochs * (p3.fragment_length * envs / env_rate(speed, workers[ranks], r.num_envs_per_worker, ranks)
                                + rounds * speed.phase3(p3.batch_size)),
         "evaluate": evaluation(cfg, speed)}

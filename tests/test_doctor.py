@@ -164,16 +164,20 @@ def test_expected_time_by_hand():
     cfg = load_config("configs/default.yaml", ["data.samples=1280", "data.held_out=0.5", "env.horizon_s=100",
                                                "data.samples_per_episode=128", "data.processes=4", "phase1.epochs=3",
                                                "phase2.iterations=2", "phase2.fragment_length=100",
-                                               "phase2.train_batch_size=3200", "rollout.num_workers=16",
+                                               "phase2.train_batch_size=3300", "rollout.num_workers=16",
+                                               "phase2.imitate_iterations=0", "phase2.imitate_corrections=0",
                                                "phase3.epochs=5", "evaluate.horizon_s=50", "evaluate.workers=2",
                                                "phase2.minibatch_size=64", "phase2.epochs=1"])
     times = forecast(cfg, speed())
     assert times["collect"] == pytest.approx(10 * 100 * 0.01 / 4)
     assert times["phase1"] == pytest.approx(3 * (10 * 0.033 + 320 * 1e-3 / 3))
-    assert times["phase2"] == pytest.approx(2 * (3200 / (16 / 0.01) + 50 * 0.033))
+    # two fragments of 32 environments; they were not rounded up, and a warm start's second minibatches not counted
+    assert times["phase2"] == pytest.approx(2 * (6400 / (16 / 0.01) + 100 * 0.033))
     # 32 environments x 200 steps; 320 sequences a rank in 13 micro-batches of 24, four times
     assert times["phase3"] == pytest.approx(5 * (6400 / 1600 + 4 * 13 * 0.025))
     assert times["evaluate"] == pytest.approx(20 * 50 * (5 * 0.005 + 0.005 + 1e-3 / 32))
+    cfg.phase2.imitate_iterations, cfg.phase2.imitate_keep = 9, 1
+    assert forecast(cfg, speed())["phase2"] == pytest.approx(times["phase2"] + 100 * 0.033)
     cfg.env.suite = ["same"] * 3  # it was that of one variant
     assert forecast(cfg, speed())["evaluate"] == pytest.approx(3 * times["evaluate"])
 

@@ -122,6 +122,18 @@ def test_nor_does_phase_2s_best_iteration(tmp_path, monkeypatch, first_save_fail
     assert checkpoint.load(tmp_path / "smoke/phase2", "best")["epoch"] == 2
 
 
+def test_kept_rollouts_wait_for_the_checkpoint_that_needs_them_no_more(tmp_path, monkeypatch, first_save_fails):
+    """Where the save at the end of the warm start failed, they were removed, and the run that went on from the one
+    before learned from fewer."""
+    cleared, cfg = [], load_config("configs/smoke.yaml", [
+        f"run.folder={tmp_path}", "run.device=cpu", "rollout.num_workers=0", "rollout.num_envs_per_worker=1",
+        "phase2.iterations=2", "phase2.imitate_iterations=1", "phase2.imitate_corrections=0", "phase2.imitate_keep=2",
+        "phase2.train_batch_size=20", "phase2.epochs=1", "phase2.checkpoint_every=1"])
+    monkeypatch.setattr(train_rl.Kept, "clear", lambda self: cleared.append(sorted(self.folder.glob("*.pt"))))
+    train_rl.phase2(cfg, ALONE, SimpleNamespace(must_stop=lambda: False, give_up_worker=lambda pool: False, facts=dict))
+    assert [len(files) for files in cleared] == [1]  # after the second save only
+
+
 def test_best_epoch_is_named_after_a_crash_before_its_name_was_written(tmp_path, monkeypatch):
     """The bar was that epoch's, the name one before it: where no later epoch was better, phase 2 began with that one's
     weights, and the best ones were removed as old."""

@@ -226,6 +226,29 @@ def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
     assert abs(float(log["kl"])) < 1e-4 and log["clip_share"] == 0
 
 
+def test_lost_steps_count_for_nothing(scenarios, models):
+    """They were steps with reward 0 and cost 0: half of them lost halved what the best iteration is chosen by, and the
+    cost that moves the multiplier."""
+    cfg = load_config("configs/smoke.yaml", ["phase3.sequence_length=5"])
+    cfg.env.horizon_s = cfg.env.warmup_s = 20.0
+    with make_pool(cfg, 0, 2, scenarios) as pool:
+        driver = Driver(models["small"], pool.num_envs, cfg.env.max_vehicles)
+        collector = Collector(pool, driver, 7, 3, keep_sequences=5)
+        collector.begin(0)
+        rollout, _ = collector.collect(10)
+    team, fixed = Team(0, 1, 0, 1, torch.device("cpu")), rollout.fixed
+    for name, value in (("reward", -0.3), ("cost", 0.2)):
+        fixed[name][:] = value
+        fixed[name][5:, 0] = 0
+    facts = {"reward": pytest.approx(-0.3), "c_int": pytest.approx(0.2)}
+    fixed["lost"][5:, 0] = True
+    for _ in range(2):
+        found = train_rl.summarise(team, rollout), train_ddp.make_sequences(cfg, team, rollout.dense(), 1.0)[1]
+        assert [{name: one[name] for name in facts} for one in found] == [facts] * 2
+        for name in ("reward", "cost", "lost"):  # and an environment that was lost altogether
+            fixed[name][:, 0] = name == "lost"
+
+
 def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     made = []
 

@@ -116,15 +116,17 @@ def test_a_stop_of_the_step_itself_is_no_end_of_it():
     assert coordinator.run_step("phase2", step, 1, stop) == 0 and stop.asked
 
 
-def test_one_command_for_several_gpus_keeps_its_exit_codes(monkeypatch, tmp_path):
-    """`python train_rl.py` became torchrun, which ends with 1 whatever its ranks say."""
+@pytest.mark.parametrize("code, asked, expected", [(3, True, 3), (-2, True, 130), (-9, True, 130), (-9, False, 137)])
+def test_one_command_for_several_gpus_keeps_its_exit_codes(monkeypatch, tmp_path, code, asked, expected):
+    """`python train_rl.py` became torchrun, which ends with 1 whatever its ranks say. Ctrl-C was 241 or 247."""
     calls, cfg = [], load_config("configs/smoke.yaml", ["run.device=auto", f"run.folder={tmp_path}"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(train_rl, "run_step", lambda step, command, *_: calls.append(command) or 3)
+    monkeypatch.setattr(train_rl, "Stop", lambda: SimpleNamespace(asked=asked))
+    monkeypatch.setattr(train_rl, "run_step", lambda step, command, *_: calls.append(command) or code)
     monkeypatch.setattr(os, "execv", lambda program, command: calls.append(command))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
-    assert train_rl.one_learner_per_gpu(cfg) == 3 and "--nproc_per_node=2" in calls[0]
+    assert train_rl.one_learner_per_gpu(cfg) == expected and "--nproc_per_node=2" in calls[0]
     monkeypatch.setenv("RANK", "0")
     assert train_rl.one_learner_per_gpu(cfg) is None and len(calls) == 1
 

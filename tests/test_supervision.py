@@ -87,7 +87,7 @@ def test_only_the_episodes_of_a_lost_worker_are_lost(cfg, scenarios, ends_soon, 
     """Both its environments: the one whose step was awaited, and the one of the other group."""
     with make_pool(cfg, 2, 2, scenarios) as pool:
         expected = steps(pool, 6)
-        pool.patience = 2.0
+        pool.patience = 5.0
         workers, sumos = processes(pool)
         rows = steps(pool, 6, lambda: os.kill(workers[0], sign))
         assert [row["lost"].tolist() for row in rows] == [[t == 3] * 2 + [False] * 2 for t in range(6)]
@@ -95,6 +95,33 @@ def test_only_the_episodes_of_a_lost_worker_are_lost(cfg, scenarios, ends_soon, 
             assert all(equal(of(env, row), of(env, other)) for row, other in zip(rows, expected))
         assert ends_soon([workers[0], *sumos[:2]])
         assert processes(pool)[0][1] == workers[1] and len(processes(pool)[1]) == 4
+
+
+def test_a_worker_lost_in_every_step_ends_the_run(cfg, scenarios):
+    """What it answered when it was asked again counted as a good step: such a phase 2 "finished", with nothing learned
+    but lost steps. So did the reset at each checkpoint."""
+    with make_pool(cfg, 1, 1, scenarios) as pool, pytest.raises(WorkerError, match="worker 0 has gone"):
+        pool.arrays["slot"][:] = 40
+        for t in range(cfg.rollout.restarts + 1):
+            pool.reset([t])
+            os.kill(pool.processes[0].pid, KILL)
+            pool.send([0], [t])
+            pool.receive([0])
+            assert pool.arrays["lost"][0] and pool.failures == [t + 1]
+
+
+def test_patience_is_with_each_order_and_its_warm_up(cfg, scenarios):
+    """A worker that did one order of many resets, each with a warm-up, was killed as frozen."""
+    cfg.env.warmup_s = 10.0
+    with make_pool(cfg, 1, 3, scenarios) as pool:
+        waited, poll = [], pool.pipes[0].poll
+        pool.pipes[0] = Mock(wraps=pool.pipes[0], poll=lambda timeout: waited.append(timeout) or poll(timeout))
+        pool.reset(SEEDS[:3])
+        one = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 10.0 + 30
+        pool.arrays["slot"][:] = 40
+        pool.send([1])
+        pool.receive([1])
+        assert waited == [3 * one, one]
 
 
 def test_worker_lost_between_two_steps_of_another_group(cfg, scenarios):

@@ -391,3 +391,11 @@ def test_workers_are_spread_over_processors_and_leave_some(monkeypatch, processo
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
     assert [workers_module._processor(w, workers) for w in range(workers)] == places
+
+
+def test_workers_are_those_of_this_program(pool_of, monkeypatch, tmp_path):
+    """Python looked for them in the current folder first."""
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env/__init__.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    pool_of(1, 1).reset([1])
