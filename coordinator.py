@@ -51,9 +51,11 @@ class Stop:
 def resource_plan(cfg):
     """{step: {"processes", "threads", "rollout_workers", "environments", "gpus"}} for this machine."""
     question = "import torch; print(torch.cuda.device_count())"  # in a process of its own: this one stays small
-    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, process_group=0,
+                           preexec_fn=die_with_parent)  # out of the way of Ctrl-C
     if probe.returncode:
-        raise ConfigError(f"PyTorch does not start: {probe.stderr.strip().splitlines()[-1]}")
+        said = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
+        raise ConfigError(f"PyTorch does not start: {said[-1]}")
     gpus = int(probe.stdout) if cfg.run.device != "cpu" else 0
     ranks, learners, scorers = cfg.coordinator.nproc or max(gpus, 1), max(gpus, 1), cfg.evaluate.workers
     alone = {"processes": 1, "threads": 1}
@@ -117,7 +119,7 @@ def run_step(step, command, threads, stop):
         stop.child = None
         if marker.with_name("stopped").exists():  # the signal may have been sent to the step itself
             stop.asked = True
-        said = int(marker.read_text()) if marker.exists() else None
+        said = int(marker.read_text() or code) if marker.exists() else None  # empty: the disk is full
         if code == 1 and stop.asked and not said:  # so torchrun ends after a signal; None: its ranks had not begun
             return INTERRUPTED[0] if said is None else 0
         if code and said not in (None, 0, 1):

@@ -209,10 +209,9 @@ def phase3(cfg, team, guard):
     p, r, folder = cfg.phase3, cfg.rollout, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg).to(team.device)
-    first_weights(model, cfg, folder, (2, 1), team.say)
+    begun = first_weights(model, cfg, folder, (2, 1), team.say)
     model.freeze("risk_gnn")
     precision = prepare_model(cfg, team, model, p.amp)
-    model.safety_shield.risk_trained.fill_(p.risk_weight > 0)
     model.controller.accel_limit = cfg.evaluate.accel_limit
     objective = ConstrainedLoss(model, cfg.phase2, p)  # its anchor is phase 2's policy, or that of the checkpoint
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
@@ -221,7 +220,9 @@ def phase3(cfg, team, guard):
     per_episode = math.ceil(cfg.env.horizon_s / cfg.env.control_interval / p.fragment_length)  # epochs
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
                                     costs=[])
-    progress.resume()
+    progress.resume(begun)
+    if p.risk_weight:
+        model.safety_shield.risk_trained.fill_(True)  # from now on it has a say
     metrics = open_records(cfg, team, folder, 3, c["epoch"])
     module = wrap(objective, team, cfg.ddp)
     with make_pool(cfg, share_of_workers(r, team.local_world), r.num_envs_per_worker, str(folder / "scenario")) as pool:

@@ -103,7 +103,7 @@ def phase2(cfg, team, guard):
 def learner(cfg, team, folder):
     """(Progress, Precision) of the controller on this rank's device, from the newest checkpoint or from phase 1."""
     model = TrafficModel(cfg)
-    first_weights(model, cfg, folder, (1,), team.say)
+    begun = first_weights(model, cfg, folder, (1,), team.say)
     model.controller.log_std.data.fill_(math.log(cfg.phase2.exploration))
     model.freeze("risk_gnn", "world_model", "safety_shield")
     model.to(team.device)
@@ -111,7 +111,7 @@ def learner(cfg, team, folder):
     optimizer = torch.optim.Adam(model.controller.parameters(), cfg.phase2.lr)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
     progress.counters["curriculum"] = curriculum.START
-    progress.resume()
+    progress.resume(begun)
     return progress, precision
 
 

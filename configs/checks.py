@@ -16,6 +16,11 @@ def cross_checks(c):
         if c.ddp.static_graph and getattr(c, phase).accumulation > 1:
             yield (f"ddp.static_graph=true with {phase}.accumulation={getattr(c, phase).accumulation}: PyTorch loses "
                    "gradients when both are on; switch one off")
+    for phase in ("phase1", "phase2", "phase3"):
+        amp = getattr(c, phase).amp
+        if not amp.min_scale <= amp.init_scale <= amp.max_scale:
+            yield (f"{phase}.amp: min_scale={amp.min_scale}, init_scale={amp.init_scale}, max_scale={amp.max_scale}: "
+                   "must rise")
     if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
         yield (f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start accumulates "
                "gradients, which PyTorch loses then; switch one off")

@@ -12,12 +12,12 @@ class AmpConfig:
     """Mixed precision and its loss scale (runtime/precision.py)."""
     dtype: str = opt("fp16", "autocast type on the GPU; off on CPU", choices=DTYPES)
     strategy: str = opt("dynamic", "loss scaling", choices=("dynamic", "static"))
-    init_scale: float = opt(65536.0, "first loss scale", low=1)
-    growth_factor: float = opt(2.0, "growth of the loss scale", low=1)
+    init_scale: float = opt(65536.0, "first loss scale", low=1, high=1e38)
+    growth_factor: float = opt(2.0, "growth of the loss scale", low=1.001)
     growth_interval: int = opt(2000, "steps without overflow before it grows", low=1)
-    backoff_factor: float = opt(0.5, "loss scale after overflow", low=0.01, high=1)
-    min_scale: float = opt(1.0, "lower limit of the loss scale", low=0.0001)
-    max_scale: float = opt(16777216.0, "upper limit of the loss scale", low=1)
+    backoff_factor: float = opt(0.5, "loss scale after overflow", low=0.01, high=0.999)
+    min_scale: float = opt(1.0, "lower limit of the loss scale", low=0.0001, high=1e38)
+    max_scale: float = opt(16777216.0, "upper limit of the loss scale", low=1, high=1e38)
     hysteresis: int = opt(2, "overflows in a row before the loss scale backs off", low=1)
 
 

@@ -1,4 +1,8 @@
 """The largest micro-batch of phase 1 that fits: raised and lowered by the memory that one training step needs."""
+import contextlib
+import ctypes
+import gc
+
 import torch
 
 from configs import ConfigError
@@ -67,6 +71,9 @@ def _reset_peak(device):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # glibc keeps what larger trials have freed
+            ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak of the resident set begins anew
 

@@ -134,11 +134,12 @@ def load_weights(model, weights, schema, source):
     own = model.state_dict()
     problems += [f"missing: {key}" for key in own if key not in weights["model"]]
     problems += [f"unexpected: {key}" for key in weights["model"] if key not in own]
-    shape = lambda value: tuple(value.shape) if isinstance(value, torch.Tensor) else f"of {value!r:.40}"  # noqa: E731
+    dense = lambda x: isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_meta  # noqa: E731
+    shape = lambda value: tuple(value.shape) if dense(value) else f"of {value!r:.40}"  # noqa: E731
     problems += [f"{key}: shape {shape(value)}, here {shape(own[key])}"
                  for key, value in weights["model"].items() if key in own and shape(value) != shape(own[key])]
     problems += [f"{key}: NaN or infinite" for key, value in weights["model"].items()
-                 if isinstance(value, torch.Tensor) and not torch.isfinite(value).all()]
+                 if dense(value) and not torch.isfinite(value).all()]
     if problems:
         more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise CheckpointError(f"{source} does not fit this model (train with another run.name, or use the "

@@ -2,6 +2,8 @@
 import inspect
 import os
 import signal
+import socket
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -116,6 +118,23 @@ def start_team(run, ddp, rollout_workers=0):
         for number, handler in before:
             signal.signal(number, handler)
     return Team(rank, world, local_rank, local_world, device)
+
+
+def check_shared(folder, team):
+    """ConfigError on every rank when a node has another `folder` of this name: the first rank writes checkpoints, and
+    all ranks read them, so a node with its own disk would continue from something else, or from nothing."""
+    if team.world == team.local_world:
+        return
+    token = folder / f".shared-{team.gather(uuid.uuid4().hex)[0]}"  # a name that no node can have cached
+    if team.is_main:
+        token.touch()
+    team.barrier()
+    blind = sorted({host for host, sees in team.gather((socket.gethostname(), token.exists())) if not sees})
+    if team.is_main:
+        token.unlink()
+    if blind:
+        raise ConfigError(f"{folder}: not the same folder on every node ({', '.join(blind)}): mount one file system on "
+                          "all nodes and let run.folder and data.folder lie in it")
 
 
 def wrap(module, team, ddp):

@@ -9,6 +9,7 @@ every part of the project, but imports torch only where it is needed: on a machi
 """
 import contextlib
 import copy
+import math
 import statistics
 import sys
 import tempfile
@@ -161,16 +162,17 @@ def learning_lines(cfg, team, model, pool, autocast):
     from train_ddp import make_sequences
     from train_rl import LEARN, add_advantages
     p2, p3, n, rollouts = cfg.phase2, cfg.phase3, pool.num_envs, []
+    steps = math.ceil(cfg.data.future / p3.sequence_length) * p3.sequence_length  # so that there are targets
     driver = Driver(model, n, cfg.env.max_vehicles, team.device, autocast=autocast)
     for keep in (0, p3.sequence_length):
         collector = Collector(pool, driver, cfg.run.seed, 2, keep_sequences=keep)
         collector.begin(0)
-        rollouts.append(collector.collect(p3.sequence_length)[0])
+        rollouts.append(collector.collect(steps)[0])
     add_advantages(cfg, team, rollouts[0])
-    minibatches, steps = Minibatches(rollouts[0], LEARN, team.device), p3.sequence_length * n
+    minibatches, rows = Minibatches(rollouts[0], LEARN, team.device), steps * n
     sequences = {name: (value.float() if value.is_floating_point() else value).to(team.device)
                  for name, value in make_sequences(cfg, team, rollouts[1].dense(), 1.0)[0].items()}
-    return [learning(p2, team, model, PPOLoss(model, p2), (32, 128), lambda b: (minibatches(np.arange(b) % steps), b)),
+    return [learning(p2, team, model, PPOLoss(model, p2), (32, 128), lambda b: (minibatches(np.arange(b) % rows), b)),
             learning(p3, team, model, ConstrainedLoss(model, p2, p3), (1, 4), lambda b: (
                 {name: value[np.arange(b) % n] for name, value in sequences.items()}, [100.0] * 3))]
 

@@ -67,8 +67,9 @@ def note(code):
     """Leave the exit code where the coordinator finds it: torchrun itself knows only success and failure, and a stop is
     none to it. Of several ranks the highest counts: where one ends, others lose their connection to it, which is 1."""
     path = Path(os.environ.get("EXIT_CODE_FILE", os.devnull))
-    if not path.exists() or code > int(path.read_text() or 0):
-        path.write_text(str(code))
+    with contextlib.suppress(OSError):  # a full disk: the process's own code has to do
+        if not path.exists() or code > int(path.read_text() or 0):
+            path.write_text(str(code))
     return code
 
 

@@ -27,7 +27,11 @@ def profile_steps(optimizer, settings, folder):
 def _tell(profiler, folder, gpu):
     number = len(list(folder.parent.glob(f"profile_{folder.name}_*"))) + 1
     path = folder.parent / f"profile_{folder.name}_{number}.json.gz"
-    profiler.export_chrome_trace(str(path))
+    try:
+        profiler.export_chrome_trace(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        console.say(f"WARNING: {path} could not be written: {error}")
     own = f"self_{'device' if gpu else 'cpu'}_time_total"  # microseconds
     costs = sorted(((getattr(event, own), event.count, event.key) for event in profiler.key_averages()
                     if not event.key.startswith("ProfilerStep")), reverse=True)

@@ -1,9 +1,7 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
 import copy
 import math
-import socket
 import sys
-import uuid
 from pathlib import Path
 
 import torch
@@ -11,6 +9,7 @@ import torch
 from configs import Config, ConfigError, dump_config, to_dict
 from configs.options import leaves
 from runtime import checkpoint
+from runtime.distributed import check_shared
 from runtime.profiler import profile_steps
 from runtime.resources import claim_phase
 
@@ -24,23 +23,6 @@ def run_folder(cfg, team):
         raise ConfigError(f"{folder}: no folder can be made there ({error.strerror}); change run.folder") from None
     check_shared(folder, team)
     return folder
-
-
-def check_shared(folder, team):
-    """ConfigError on every rank when a node has another `folder` of this name: the first rank writes checkpoints, and
-    all ranks read them, so a node with its own disk would continue from something else, or from nothing."""
-    if team.world == team.local_world:
-        return
-    token = folder / f".shared-{team.gather(uuid.uuid4().hex)[0]}"  # a name that no node can have cached
-    if team.is_main:
-        token.touch()
-    team.barrier()
-    blind = sorted({host for host, sees in team.gather((socket.gethostname(), token.exists())) if not sees})
-    if team.is_main:
-        token.unlink()
-    if blind:
-        raise ConfigError(f"{folder}: not the same folder on every node ({', '.join(blind)}): mount one file system on "
-                          "all nodes and let run.folder and data.folder lie in it")
 
 
 def save_config(cfg, folder):
@@ -59,18 +41,24 @@ def schema(cfg):
 
 
 def first_weights(model, cfg, folder, phases, say):
-    """Start from the first of `phases` that has a checkpoint (phase 1: its best); say loudly when there is none."""
+    """Start from the first of `phases` that has a checkpoint (phase 1: its best); say loudly when there is none, unless
+    this phase has its own to continue from. Returns what it was, for `Progress.resume`."""
+    say = (lambda text: None) if (folder / f"phase{max(phases) + 1}" / "latest").exists() else say
     for phase in phases:
-        state = checkpoint.load(folder / f"phase{phase}", "best" if phase == 1 else "latest")
+        source = folder / f"phase{phase}"
+        state = checkpoint.load(source, "best" if phase == 1 else "latest")
         if state is not None:
-            checkpoint.load_weights(model, state.get("weights"), schema(cfg), folder / f"phase{phase}")
-            say(f"weights: {folder / f'phase{phase}'} (epoch {state.get('epoch')})")
-            room = state.get("config", {}).get("model", {}).get("lane_room_m", cfg.model.lane_room_m)
+            checkpoint.load_weights(model, state.get("weights"), schema(cfg), source)
+            config, counters = state.get("config"), state.get("counters")
+            if not all(isinstance(x, dict) for x in (config, counters)) or not isinstance(config.get("model"), dict):
+                raise checkpoint.CheckpointError(f"{source}: not a checkpoint of this program (no configuration)")
+            say(f"weights: {source} (epoch {state.get('epoch')})")
+            room = config["model"].get("lane_room_m", cfg.model.lane_room_m)
             if phase > 1 and room != cfg.model.lane_room_m:
-                say(f"NOTE: it learned with model.lane_room_m={room:g} and goes on with {cfg.model.lane_room_m:g}")
-            return
-    if not (folder / f"phase{max(phases) + 1}" / "latest").exists():  # else this phase has its own to continue from
-        say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
+                say(f"NOTE: it learned with model.lane_room_m={room} and goes on with {cfg.model.lane_room_m}")
+            return f"phase {phase}, epoch {state.get('epoch')}, {counters.get('updates')} updates"
+    say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
+    return "nothing"
 
 
 def check_moments(optimizer):
@@ -100,8 +88,10 @@ class Progress:
             self.locks = claim_phase(folder)  # held until this process ends
             profile_steps(optimizer, cfg.profile, folder)
 
-    def resume(self):
-        """Continue from the newest complete checkpoint; returns False when there is none."""
+    def resume(self, begun=None):
+        """Continue from the newest complete checkpoint; returns False when there is none. `begun`: what the phase would
+        begin from now (`first_weights`)."""
+        self.counters["begun"] = begun
         state = checkpoint.load(self.folder)
         counters = (state or {}).get("counters")
         seen = self.team.gather(str(counters.get("updates")) if isinstance(counters, dict) else None)
@@ -120,8 +110,10 @@ class Progress:
             self.scaler.load_state_dict(state["scaler"])
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])
-            numbers = all(isinstance(counters.get(name, 0), (int, float)) for name in COUNTERS)
-            if not numbers or not isinstance(counters["updates"], int):
+            kinds = {name: (int, float) if isinstance(own, (int, float)) else type(own)
+                     for name, own in self.counters.items() if name in counters and name != "begun"}
+            if (not all(isinstance(counters[name], kind) for name, kind in kinds.items())
+                    or not isinstance(counters["updates"], int)):
                 raise ValueError(f"counters {counters}")
             self.counters.update(counters, epoch=int(counters["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]
@@ -134,6 +126,9 @@ class Progress:
             raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
                                              f"program: {type(error).__name__} {error}") from None
         self.team.say(f"resumed from {self.folder} (epoch {counters['epoch']}, {counters['updates']} updates)")
+        if begun != self.counters["begun"] is not None:
+            self.team.say(f"NOTE: {self.folder} began from {self.counters['begun']}, and does not learn from what is "
+                          f"there now ({begun}); coordinator.py --from-phase {self.folder.name[-1]} begins it anew")
         return True
 
     def begin_data(self, name, epochs):

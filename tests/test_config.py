@@ -283,6 +283,7 @@ def test_empty_file_means_the_defaults(tmp_path, text):
     (["env.control_interval=0.1", "env.step_length=0.5"], ["env.control_interval=0.1", "env.step_length=0.5"]),
     (["env.step_length=0.0125"], ["env.step_length=0.0125", "milliseconds"]),  # SUMO refused the subscription
     (["ddp.static_graph=true"], ["ddp.static_graph", "phase3.accumulation=2"]),
+    (["phase2.amp.min_scale=100", "phase2.amp.max_scale=10"], ["phase2.amp", "min_scale=100", "max_scale=10"]),
     (["ddp.static_graph=true", "phase3.accumulation=1", "phase1.accumulation=4"], ["phase1.accumulation=4"]),
     (["ddp.static_graph=true", "phase3.accumulation=1", "phase2.imitate_keep=2", "phase2.imitate_corrections=1"],
      ["ddp.static_graph", "phase2.imitate_keep=2"]),
@@ -299,6 +300,13 @@ def test_empty_file_means_the_defaults(tmp_path, text):
 def test_settings_that_contradict_each_other(overrides, words):
     line = mistake(*overrides)
     assert line.startswith("configs/default.yaml: ") and all(word in line for word in words)
+
+
+@pytest.mark.parametrize("override", ["phase1.amp.growth_factor=1", "phase3.amp.backoff_factor=1",
+                                      "phase2.amp.init_scale=1e39"])
+def test_loss_scales_that_pytorch_refuses(override):
+    """A traceback on a GPU, after the data had been prepared."""
+    assert "is not valid; expected a number from" in mistake(override)
 
 
 def test_settings_that_go_together_pass():

@@ -197,10 +197,12 @@ def test_doctor_finds_what_fails_and_says_so():
 
 
 def test_doctor_measures_and_advises(monkeypatch, capsys, tmp_path):
-    """Every measurement once: the figures mean nothing here."""
+    """Every measurement once: the figures mean nothing here. A sequence that is shorter than what is predicted was a
+    traceback."""
     monkeypatch.setattr(doctor, "SECONDS", 0.0)
     monkeypatch.setattr("torch.set_num_threads", lambda number: None)  # other tests run in this process too
-    assert doctor.main(["--config", "configs/smoke.yaml", f"data.folder={tmp_path}", "run.device=cpu"]) == 0
+    assert doctor.main(["--config", "configs/smoke.yaml", f"data.folder={tmp_path}", "run.device=cpu",
+                        "phase3.sequence_length=4"]) == 0
     out = capsys.readouterr().out
     assert "SUMO        corridor: starts" in out and "rollout.num_workers=" in out
     for text in ("simulate ", "infer ", "phase 1:", "phase 2:", "phase 3:", "load ", "no data set in", "all "):

@@ -22,6 +22,7 @@ from runtime import checkpoint
 from runtime.checkpoint import SaveError
 from runtime.distributed import Team
 from runtime.schedule import learning_rate
+from runtime.training import first_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = Team(0, 1, 0, 1, torch.device("cpu"))
@@ -134,6 +135,22 @@ def test_kept_rollouts_wait_for_the_checkpoint_that_needs_them_no_more(tmp_path,
     assert [len(files) for files in cleared] == [1]  # after the second save only
 
 
+def test_a_phase_says_so_when_it_began_from_something_else(tmp_path, capsys):
+    """Phase 1 was trained on, and phase 2 said that it took its weights, although it continued from its own."""
+    (first, step), said = trainee(tmp_path / "phase1", 1), []
+    step(), first.save()
+    for _ in range(2):
+        phase2, _ = trainee(tmp_path / "phase2", 2)
+        phase2.resume(first_weights(first.model, first.cfg, tmp_path, (1,), said.append))
+        phase2.save()
+    assert "NOTE" not in capsys.readouterr().out
+    assert said == [f"weights: {tmp_path / 'phase1'} (epoch 0)"]
+    begun = first_weights(first.model, first.cfg, tmp_path, (1,), said.append)
+    trainee(tmp_path / "phase2", 2)[0].resume("phase 1, epoch 5, 50 updates")
+    assert "began from phase 1, epoch 0, 1 updates" in (out := capsys.readouterr().out) and "--from-phase 2" in out
+    assert len(said) == 1 and begun == "phase 1, epoch 0, 1 updates"
+
+
 def test_best_epoch_is_named_after_a_crash_before_its_name_was_written(tmp_path, monkeypatch):
     """The bar was that epoch's, the name one before it: where no later epoch was better, phase 2 began with that one's
     weights, and the best ones were removed as old."""
@@ -183,3 +200,23 @@ def test_who_waits_for_ranks_that_never_come_can_be_stopped(number):
             waiting.wait(20)
         waiting.kill()
     assert waiting.returncode == -number
+
+
+@pytest.mark.parametrize("counters", [
+    {"updates": "many"}, {"multiplier": None, "updates": 1}, {"costs": 7, "updates": 1}])
+def test_counters_of_another_kind_are_refused(tmp_path, counters):
+    """Those that only one phase has were a traceback in the middle of it."""
+    first, step = trainee(tmp_path, 1)
+    step(), first.save()
+    checkpoint.save(tmp_path, 2, {**checkpoint.load(tmp_path), "counters": {"epoch": 1, **counters}})
+    second, _ = trainee(tmp_path, 2)
+    second.counters.update(multiplier=0.0, costs=[])
+    with pytest.raises(checkpoint.CheckpointError, match="counters.*epoch"):
+        second.resume()
+
+
+@pytest.mark.parametrize("change", [lambda one: one.to_sparse(), lambda one: one.to("meta")])
+def test_weights_without_their_numbers_are_refused(change):
+    weights = {name: change(value) for name, value in torch.nn.Linear(4, 1).state_dict().items()}
+    with pytest.raises(checkpoint.CheckpointError, match="weight: shape of"):
+        checkpoint.load_weights(torch.nn.Linear(4, 1), {"schema": {}, "model": weights}, {}, "x")

@@ -13,10 +13,10 @@ from configs import Config, ConfigError, load_config
 from data.layout import DataError
 from data.location import open_data
 from runtime import checkpoint
-from runtime.distributed import Team
+from runtime.distributed import Team, check_shared
 from runtime.ending import first_to_speak
 from runtime.metrics import read_metrics
-from runtime.training import Progress, check_shared
+from runtime.training import Progress
 
 
 class SecondNode(Team):

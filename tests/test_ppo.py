@@ -267,7 +267,15 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
                          Team(0, 1, 0, 1, torch.device("cpu")), None)
     assert not any(p.requires_grad for p in made[0].model.world_model.parameters())  # DDP would wait for gradients
     assert not made[0].model.safety_shield.risk_trained  # nor does a head that nothing is taught strike commands
-    assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)]
+    # Continued with a higher weight: what was loaded, a head that nobody had taught, silenced it for good.
+    monkeypatch.setattr(train_ddp.Progress, "resume",
+                        lambda self, begun: self.model.safety_shield.risk_trained.fill_(False))
+    with pytest.raises(ZeroDivisionError):
+        train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
+                                                            "evaluate.accel_limit=0.5"]),
+                         Team(0, 1, 0, 1, torch.device("cpu")), None)
+    assert made[1].model.safety_shield.risk_trained
+    assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)] * 2
 
 
 @pytest.mark.parametrize("skipped, moves", [(1.0, 0), (0.5, 1)])

@@ -1,6 +1,7 @@
 """env/networks.py: geometry, right of way, demand and drivers of the built-in scenarios, and the published figures."""
 import hashlib
 import math
+import os
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from configs.schema import Config
+from env.launch import SumoError
 from env.networks import NETWORKS
 from env.scenarios import build_scenario
 from env.spaces import LEFT
@@ -243,3 +245,14 @@ def test_mean_speeds_of_the_closed_roads(make):
 
 def test_every_network_has_a_section_of_the_configuration():
     assert all(hasattr(Config(), name) for name in NETWORKS)
+
+
+def test_ctrl_c_is_not_for_netconvert(tmp_path, monkeypatch):
+    """The terminal sends it to the whole process group: netconvert died, and the configuration was blamed."""
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\nread -r _ _ _ _ group rest < /proc/$$/stat\necho group $group >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr("env.scenarios.find_binary", lambda name: str(tool))
+    with pytest.raises(SumoError, match=r"group \d+") as error:
+        build_scenario(Config(), tmp_path / "work")
+    assert f"group {os.getpgrp()}" not in str(error.value)

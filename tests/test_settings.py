@@ -14,12 +14,13 @@ import coordinator
 import train_ddp
 import train_rl
 from benchmarks import phases
-from configs import Config, load_config
+from configs import Config, ConfigError, load_config
 from env.sumo import SAFE_SPEED
 from env.traffic_env import make_env
 from models.presets import PRESETS
 from models.risk_gnn import RiskGNN
-from runtime import distributed
+from runtime import distributed, ending
+from runtime.batch_size import memory_share
 from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, Precision
 from runtime.rollout import note_cut_episodes
 from runtime.training import Progress, compile_gnn, mean_logs
@@ -107,6 +108,32 @@ def test_the_plan_counts_the_workers_that_learners_start(monkeypatch, workers, r
     for phase in ("phase2", "phase3"):
         plan = coordinator.resource_plan(cfg)[phase]
         assert (plan["rollout_workers"], plan["environments"]) == (planned, envs)
+
+
+def test_exit_codes_need_no_disk(monkeypatch, tmp_path):
+    """A full one was a traceback instead of the message and its code, and half a marker one of the coordinator's."""
+    monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "gone/exit-code"))
+    assert ending.note(2) == 2
+    step = [sys.executable, "-c", "import os, sys; open(os.environ['EXIT_CODE_FILE'], 'w'); sys.exit(3)"]
+    assert coordinator.run_step("phase2", step, 1, SimpleNamespace(asked=False, child=None)) == 3
+
+
+def test_a_probe_that_was_killed_is_one_message(monkeypatch):
+    """SIGTERM in the first second: IndexError, as it had said nothing."""
+    monkeypatch.setattr(coordinator.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=-15, stderr=""))
+    with pytest.raises(ConfigError, match="PyTorch does not start: exit code -15"):
+        coordinator.resource_plan(Config())
+
+
+def test_what_a_larger_trial_has_freed_does_not_count():
+    """glibc keeps it: after one trial that was too large, none of the smaller ones fitted any more."""
+    last = []
+
+    def step(batch):
+        blocks = [bytearray(100_000) for _ in range(len(batch["x"]))]
+        last[:] = blocks[-1:]  # at the end of the heap, so that it cannot shrink by itself
+    share = {n: memory_share(step, {"x": torch.ones(n)}, torch.device("cpu"), 1000) for n in (5000, 10)}
+    assert share[10] < share[5000] - 0.4
 
 
 def test_a_stop_of_the_step_itself_is_no_end_of_it():

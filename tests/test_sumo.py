@@ -391,17 +391,6 @@ def test_unknown_scenario(tmp_path, name, words):
     assert name in str(error.value)
 
 
-def test_ctrl_c_is_not_for_netconvert(tmp_path, monkeypatch):
-    """The terminal sends it to the whole process group: netconvert died, and the configuration was blamed."""
-    tool = tmp_path / "tool"
-    tool.write_text("#!/bin/sh\nread -r _ _ _ _ group rest < /proc/$$/stat\necho group $group >&2\nexit 1\n")
-    tool.chmod(0o755)
-    monkeypatch.setattr("env.scenarios.find_binary", lambda name: str(tool))
-    with pytest.raises(SumoError, match=r"group \d+") as error:
-        build_scenario(Config(), tmp_path / "work")
-    assert f"group {os.getpgrp()}" not in str(error.value)
-
-
 def test_refused_numbers_come_with_netconverts_words(tmp_path, monkeypatch):
     wrong = '<connection from="nowhere" to="main0" fromLane="0" toLane="0"/>'
     monkeypatch.setattr("env.networks._link", lambda *_: wrong)

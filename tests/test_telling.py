@@ -22,6 +22,7 @@ from configs.show import main as show
 from runtime.ending import run_script
 from runtime.metrics import Metrics, findings, read_metrics
 from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, require_finite
+from runtime import profiler
 from runtime.profiler import profile_steps
 
 
@@ -225,6 +226,14 @@ def test_endless_overflow_stops_with_a_diagnosis():
 
 
 # ---- profiles ------------------------------------------------------------------------------------------------------
+
+def test_a_profile_that_finds_no_room_is_a_warning(tmp_path, capsys):
+    """It ended the training."""
+    def full(path):
+        raise OSError(28, "No space left on device")
+    profiler._tell(SimpleNamespace(export_chrome_trace=full, key_averages=list), tmp_path / "phase1", False)
+    assert "WARNING" in (out := capsys.readouterr().out) and "No space left" in out
+
 
 def test_profile_leaves_a_trace_and_names_the_expensive_operations(tmp_path, capsys):
     p = nn.Parameter(torch.ones(8, 8))

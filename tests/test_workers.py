@@ -395,7 +395,6 @@ def test_workers_are_spread_over_processors_and_leave_some(monkeypatch, processo
 
 def test_workers_are_those_of_this_program(pool_of, monkeypatch, tmp_path):
     """Python looked for them in the current folder first."""
-    (tmp_path / "env").mkdir()
-    (tmp_path / "env/__init__.py").write_text("raise SystemExit(7)")
+    (tmp_path / "env.py").write_text("raise SystemExit(7)")
     monkeypatch.chdir(tmp_path)
     pool_of(1, 1).reset([1])
