@@ -85,11 +85,14 @@ def run_jobs(pool, drivers, jobs, restarts, say=print, given_up=None):
                     f"{name} seed {seed}: {summary['arrived']} of {summary['loaded']} arrived")
             if env in running and pool.arrays["lost"][env]:
                 waiting += try_again(running.pop(env), lost, restarts, given_up)
-            if waiting and env not in running:
+            while waiting and env not in running:
                 name, seed = running[env] = waiting.pop()
-                pool.reset([seed], [env])
-                drivers[name].begin(env, seed)
-                audits[env] = Audit(name, seed)
+                pool.reset([seed], [env], once=given_up is not None)
+                if pool.arrays["lost"][env]:
+                    waiting += try_again(running.pop(env), lost, restarts, given_up)
+                else:
+                    drivers[name].begin(env, seed)
+                    audits[env] = Audit(name, seed)
             if env in running:
                 command(pool, env, drivers[running[env][0]], audits[env])
                 pool.send([env])
@@ -287,8 +290,7 @@ def score_all(configs, controllers, seeds, models, folder, same):
     for name, cfg in configs.items():
         scored[name], lines = evaluate_suite(cfg, controllers, seeds, models, folder, known=known, of=name,
                                              given_up=given_up)
-        if same:
-            known = [row for row in scored[name] if row["controller"] == "none"]
+        known = [row for row in scored[name] if row["controller"] == "none"] if same else []
         log += [(line[0] + name, *line[1:]) for line in lines]
     for name, mine in scored.items():
         mine = [row for row in mine if row["seed"] not in given_up]  # some by what came later
@@ -309,8 +311,7 @@ def check_output(options):
         raise ConfigError("command line: --tracks with --sweep: which of its settings? Name one as section.key=value")
     if options.out and Path(options.out).suffix == ".csv":
         raise ConfigError(f"command line: --out {options.out}: name the JSON file; the CSV is written beside it")
-    watched = options.gui or options.animate
-    if watched and (options.out or options.tracks or options.sweep):
+    if (options.gui or options.animate) and (options.out or options.tracks or options.sweep):
         raise ConfigError("command line: --gui and --animate show one episode; --out, --tracks and --sweep score many")
     scores, drawn, tracks = ([Path(name)] if name else [] for name in (options.out, options.animate, options.tracks))
     files = [*tracks, *scores, *drawn, *(path.with_suffix(".tracks.npz") for path in drawn),
@@ -319,15 +320,14 @@ def check_output(options):
         raise ConfigError(f"command line: --out {options.out} and --tracks {options.tracks} would write the same file; "
                           "name different ones")
     for path in files:
-        new = not path.exists()
-        if not new and not path.is_file():
+        if (old := path.exists()) and not path.is_file():
             raise ConfigError(f"command line: {path} is no file; name another one")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("a").close()
         except OSError as error:
             raise ConfigError(f"command line: {path} cannot be written: {error.strerror}; name another file") from None
-        if new:
+        if not old:
             path.unlink()
     if options.animate:
         animation.check(options.animate)

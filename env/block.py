@@ -50,7 +50,8 @@ class Environments:
         self.idle = 0.0  # how long the worker has waited for orders
 
     def run(self, orders):
-        """Carry out [(environment, "reset" or "step", seed or None)]; returns [(environment, summary)] of ends."""
+        """Carry out [(environment, what, seed or None)]; returns [(environment, summary)] of ends. `what` is "step",
+        "reset", or "try": a reset that is lost when it fails, and no error however often."""
         return [(index, summary) for index, what, seed in orders
                 for summary in [self._run_one(index, what, seed)] if summary is not None]
 
@@ -65,7 +66,9 @@ class Environments:
                 lost = True
         for name in ("reward", "cost", "terminated", "truncated", "seconds") if lost else ():
             self.arrays[name][index] = 0
-        if seed is not None and (what == "reset" or summary or lost):
+        if what == "try":
+            lost = not self._try(index, seed)
+        elif seed is not None and (what == "reset" or summary or lost):
             self._reset(index, seed)
         self.arrays["lost"][index] = lost
         return summary
@@ -92,11 +95,24 @@ class Environments:
             except SumoError as error:
                 self._replace(index, error)
 
+    def _try(self, index, seed):
+        """Whether a reset succeeds; failures are counted by who asks."""
+        self.failures[index] = 0
+        try:
+            self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])
+        except SumoError as error:
+            self._tell(index, error)
+            return False
+        return True
+
     def _replace(self, index, error):
         """Note that the simulator has gone (the next reset starts another); too often in a row is an error."""
         self.failures[index] += 1
         if self.failures[index] > self.restarts:
             raise error
+        self._tell(index, error)
+
+    def _tell(self, index, error):
         print(f"environment {index} (seed {self.envs[index].seed}): {error}\n... its episode is lost, SUMO starts anew",
               file=sys.stderr, flush=True)
 

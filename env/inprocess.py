@@ -17,6 +17,7 @@ RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) fo
 GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel": "getAcceleration",
            "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
            "length": "getLength", "route_index": "getRouteIndex"}
+NO_CLIENT = "--remote-port", "0"  # a scenario that names a port would wait there for ever
 
 
 class LibSumo(Questions):
@@ -28,7 +29,7 @@ class LibSumo(Questions):
             raise SumoError("libsumo holds one simulation per process and has one already: "
                             "env.backend=traci runs several")
         self.alive, self._end = True, weakref.finalize(self, self.client.close)  # also when nobody closes it
-        self._ask(self.client.start, ["sumo", *arguments])
+        self._ask(self.client.start, ["sumo", *arguments, *NO_CLIENT])
 
     def _ask(self, function, *arguments):
         try:
@@ -39,7 +40,7 @@ class LibSumo(Questions):
 
     def load(self, arguments):
         """Start another episode."""
-        self._ask(self.client.load, list(arguments))
+        self._ask(self.client.load, [*arguments, *NO_CLIENT])
 
     def close(self):
         """End the simulation; safe to call twice."""

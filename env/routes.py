@@ -1,4 +1,5 @@
-"""Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id."""
+"""Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id, which
+may be one that it has had before, on another way."""
 import functools
 
 import numpy as np
@@ -8,6 +9,7 @@ from env.sumo import SAFE_SPEED
 # Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
 # deceleration (4), and without its safe-speed check (1) it then accelerates without any limit.
 STOPPING = 5
+REUSED = b"!var#"  # in the id of a route on which SUMO has sent a vehicle
 LONGEST_S = 1.0  # control interval for which the shield alone prevents collisions; at 2 s some drive into who cuts in
 SHORTEST_S = 0.6  # the same of drivers' tau: with 0.5 s they creep up to whom the shield has stopped, and touch them
 SPARE_M = 0.5  # of shield.min_gap_m: SUMO calls it a collision when the gap is below the vehicle's own minGap
@@ -45,7 +47,7 @@ class Routes:
         habits of ICVs that are `fresh` [N] or sent another way, perhaps to a stop: only who is commanded matters."""
         changed = [i for i, (slot, new, route) in enumerate(zip(slots.tolist(), fresh.tolist(), routes))
                    if new or self.of_slot[slot] != route]
-        unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known}
+        unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
         for i in changed:

@@ -21,7 +21,8 @@ class EpisodeTotals:
 
     def __init__(self, reward_cfg, interval, horizon_s):
         self.cfg, self.steps_expected = reward_cfg, horizon_s / interval
-        self.loaded = self.departed = self.arrived = self.collisions = self.teleports = self.overflow = 0
+        self.loaded = self.departed = self.arrived = self.collisions = self.teleports = 0
+        self.earlier = None  # vehicles that had gone before the episode
         self.effort = self.commands = self.reward = 0.0
         self.aloft = set()  # who is being teleported: carried to its destination, it has not driven there
         self.before_start = 0  # collisions of the warm-up end no episode
@@ -29,7 +30,7 @@ class EpisodeTotals:
 
     def forget_averages(self):
         """Start the time averages anew (after the warm-up); counts of vehicles go on."""
-        self.steps = self.busy_steps = self.hard_brakes = 0
+        self.steps = self.busy_steps = self.hard_brakes = self.overflow = 0
         self.sigma_sum = self.abs_a_sum = self.icv_sum = self.reward_sum = self.speed_sum = 0.0
         self.min_ttc = math.inf
         self.before_start, self.collisions = self.before_start + self.collisions, 0
@@ -44,7 +45,10 @@ class EpisodeTotals:
         before = self.collisions
         self.departed += len(events["departed"])
         # SUMO's own "loaded" counts vehicles that are not due yet as well.
-        self.loaded = events["stats.vehicles.inserted"] + events["stats.vehicles.waiting"]
+        inserted = events["stats.vehicles.inserted"]
+        if self.earlier is None:  # SUMO's counter is that of the state from which a scenario may begin
+            self.earlier = inserted - events["present"] - len(events["arrived"])
+        self.loaded = inserted - self.earlier + events["stats.vehicles.waiting"]
         self.collisions = events["stats.safety.collisions"] - self.before_start
         self.teleports = events["stats.teleports.total"]
         self.aloft = self.aloft.union(events["lifted"]).difference(events["landed"])

@@ -223,7 +223,8 @@ def episode_arguments(scenario, seed, env_cfg):
     return ["-c", scenario, *scale, "--seed", str(seed), "--random", "false", "--step-length", str(env_cfg.step_length),
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
-            "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false", *OURS]
+            "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false", *OURS,
+            "--threads", "1"]  # with more of them no episode would be like another
 
 
 def open_simulator(arguments, env_cfg):

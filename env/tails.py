@@ -1,6 +1,7 @@
 """Vehicles in the way that are on another lane: whoever follows does not find them in front.
 
-One has changed lanes just behind a junction, while its tail still blocks the lane from which it came. Another is on a
+One has changed lanes just behind a junction, while its tail still blocks the lane from which it came, or the one on
+which SUMO has put it since. Another is on a
 junction lane that ends where the follower's own junction lane ends. Who comes from the side is nobody's leader at all.
 """
 import numpy as np
@@ -35,6 +36,33 @@ def obstacles(traffic, came):
         edge, rear = road.lane_edge[road.link_lane[lane, 0]], traffic.rear[j] - road.lane_length[lane]
         found += [(j, other, road.lane_length[other] + rear, edge) for other in road.met_by[lane]]
     return found
+
+
+def came_from(road, came, before, lane, rear):
+    """`came` [N] of `obstacles` after a control step from the lanes `before` to the lanes `lane`; rear ends in m."""
+    came = np.where(road.lane_edge[before] != road.lane_edge[lane], before, came)
+    for j in np.flatnonzero((before != lane) & (rear < 0) & (came >= 0)):
+        came[j] = moved_tail(road, came[j], before[j], lane[j])
+    return came
+
+
+def moved_tail(road, came, at, lane):
+    """Last lane on another edge of a vehicle that got from the lane `at` to `lane`. With each lane that it changes SUMO
+    moves its tail to the lane of the edge before that leads to the new one, and leaves it where none does."""
+    edge = road.lane_edge[lane]
+    while road.lane_edge[at] != edge:  # over the junction
+        ways = np.flatnonzero(road.link_edge[at] == edge)
+        if not len(ways):
+            return came
+        at = road.link_lane[at, ways[0]]
+    side = np.sign(road.lane_number[lane] - road.lane_number[at])
+    while at != lane:
+        at = road.edge_lanes[edge, road.lane_number[at] + side]
+        leads = (road.link_lane == at).any(1)
+        leads |= (leads & road.internal)[road.link_lane].any(1, where=road.link_lane >= 0)
+        ways = np.flatnonzero(leads & (road.lane_edge == road.lane_edge[came]))
+        came = ways[0] if len(ways) else came
+    return came
 
 
 def longer_tail(road, lane, rear):

@@ -15,7 +15,7 @@ from env.score import EpisodeTotals
 from env.slots import Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space, observation_space,
                         speed_change, write_observation)
-from env.tails import near_crossing
+from env.tails import came_from, near_crossing
 
 
 class TrafficEnv(gymnasium.Env):
@@ -171,7 +171,8 @@ class TrafficEnv(gymnasium.Env):
         start = time.perf_counter()
         ids, records, lanes, routes, events = self.simulator.read(self.time)
         read = time.perf_counter()
-        events = {**events, **dict.fromkeys(sumo.EVENTS, [])} if first else events  # nothing has been simulated yet
+        none_yet = dict.fromkeys(sumo.EVENTS, []) if first else {}  # nothing has been simulated
+        events = {**events, **none_yet, "present": len(ids)}
         self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
@@ -187,9 +188,9 @@ class TrafficEnv(gymnasium.Env):
 
     def _build(self, records, slots, fresh, events, overflow, out):
         """Scene, totals and observation of the vehicles that have slots."""
-        edge, before = self.road.lane_edge, self.lane_at[slots]
+        before, came = np.where(fresh, [self.lane, np.full_like(slots, -1)], [self.lane_at[slots], self.came[slots]])
         self.orders.forget(slots[fresh])
-        self.came[slots] = np.where(fresh, -1, np.where(edge[before] != edge[self.lane], before, self.came[slots]))
+        self.came[slots] = came_from(self.road, came, before, self.lane, records["pos"] - records["length"])
         g, surround = self.cfg.graph, self._set_scene(records, slots)
         scene, odometer = self.scene, self.scene["odometer"]
         moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
@@ -198,7 +199,7 @@ class TrafficEnv(gymnasium.Env):
         if self.cfg.shield.enabled:  # it knows neither who comes from the side nor who has no slot: SUMO's check stays
             self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
-        counts = {"waiting": max(self.totals.loaded - self.totals.departed, 0), "departed": len(events["departed"]),
+        counts = {"waiting": events["stats.vehicles.waiting"], "departed": len(events["departed"]),
                   "arrived": self.totals.arrivals, "ocr": self.totals.ocr}
         self.k = graph.adaptive_k(len(scene), g.k_min, g.k_divisor, g.k_max)
         near, edges = graph.neighbour_graph(scene, self.k, g.radius_m)

@@ -50,10 +50,11 @@ class Pool(contextlib.AbstractContextManager):
     def __exit__(self, *_):
         self.close()
 
-    def reset(self, seeds, indices=None):
-        """Start an episode in the environments `indices` (all by default), `seeds[i]` for the i-th of them."""
+    def reset(self, seeds, indices=None, once=False):
+        """Start an episode in the environments `indices` (all by default), `seeds[i]` for the i-th of them. Who asks
+        for it `once` finds in `arrays["lost"]` whether it failed; otherwise that is tried again, and then an error."""
         indices = range(self.num_envs) if indices is None else indices
-        orders = {index: (index, "reset", int(seed)) for index, seed in zip(indices, seeds)}
+        orders = {index: (index, "try" if once else "reset", int(seed)) for index, seed in zip(indices, seeds)}
         self._dispatch(orders)
         self.receive(orders)
 
@@ -153,8 +154,8 @@ class WorkerPool(Pool):
 
     def _answer_of(self, w):
         """What worker w says to the oldest of its orders, if need be after it was replaced."""
-        orders = self.waiting[w][0]
-        patience = self.patience * len(orders)
+        orders, once = self.waiting[w][0], self.waiting[w][0][0][1] == "try"
+        patience = min(self.patience * len(orders), 1e6)  # more is too large for the system
         while True:
             try:
                 if self.pipes[w].poll(patience):
@@ -163,12 +164,14 @@ class WorkerPool(Pool):
                 trouble = f"did not answer within {patience:.0f} s"
             except (EOFError, OSError):
                 trouble = "has gone" + self._exit_code(w)
+            if once:
+                self.arrays["lost"][[i for i, _, _ in orders]], self.waiting[w][0] = True, []
             self._replace(w, trouble)
         if isinstance(answer, str):
             self.close()
             raise WorkerError(f"rollout worker {w} failed: {answer}")
         self.waiting[w].pop(0)
-        if not any(what == "reset" or self.arrays["lost"][i] for i, what, _ in orders):
+        if once or not any(what == "reset" or self.arrays["lost"][i] for i, what, _ in orders):
             self.failures[w] = 0
         return answer
 

@@ -51,14 +51,15 @@ def trajectories(step, vehicle, place, speed, shown, shape, extent):
     """Pixels [height, width] of vehicles' lines in time and space, 0 = nobody, 1 to 255 = speed; the slowest wins.
 
     The arrays have one row per vehicle and control step; a line to the vehicle's next step is drawn where `shown`.
-    `extent`: steps, metres and m/s of the whole picture.
+    `extent`: steps, metres and m/s of the whole picture, and s of a step.
     """
-    (height, width), (steps, metres, fastest) = shape, extent
+    (height, width), (steps, metres, fastest, interval) = shape, extent
     order = np.lexsort((step, vehicle))
     t, who, y, v, drawn = (values[order].astype(float) for values in (step, vehicle, place, speed, shown))
     forward = np.diff(y)
     joined = (drawn[:-1] > 0) & (np.diff(who) == 0) & (np.diff(t) == 1)
-    begin = np.flatnonzero(joined & (forward >= 0))  # a new lap begins at 0 again
+    # A new lap begins at 0 again, and who turns off and crosses the road has not driven along it.
+    begin = np.flatnonzero(joined & (forward >= 0) & (forward <= 2 * fastest * interval))
     share = np.linspace(0, 1, 1 + math.ceil((forward[begin] / metres * height).max(initial=1)))[None]
     column = ((t[begin, None] + share) / steps * width).astype(int)
     row = ((1 - (y[begin, None] + share * forward[begin, None]) / metres) * height).astype(int)

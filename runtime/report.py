@@ -29,7 +29,8 @@ SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_st
           "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
           "overflow": "vehicles without a slot, times steps",
           "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
-          "shield_clips": "commands weakened by the shield", "shield_vetoes": "lane changes alone that it struck",
+          "shield_clips": "commands weakened by the shield",
+          "shield_vetoes": "lane changes alone that it struck, and what its risk head struck",
           "shield_emergencies": "emergency brakings of the shield"}
 TILES = {"s_total": "S_total, against no control", "ocr_change": "change of vehicles arrived, %", "c_int": "C_int",
          "collisions": "collisions an episode"}

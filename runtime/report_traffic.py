@@ -38,8 +38,9 @@ def pixels_of(track, shown, episodes, facts):
                              for name in ("along", "speed", "step"))
     fastest, on = 5 * np.ceil(fastest / 5), np.isfinite(track["along"])
     rows = (values[on] for values in (*map(track.get, TRAJECTORY), shown))
-    pixels = pictures.trajectories(*rows, PIXELS, (last + 1, metres + 1, fastest))
-    return pixels, (last + 1) * float(facts["interval"]) / 60, metres / 1000, fastest
+    interval = float(facts["interval"])
+    pixels = pictures.trajectories(*rows, PIXELS, (last + 1, metres + 1, fastest, interval))
+    return pixels, (last + 1) * interval / 60, metres / 1000, fastest
 
 
 def named(controller):

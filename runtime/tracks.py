@@ -101,7 +101,9 @@ def load_tracks(path):
     try:
         with np.load(path) as file:
             found = dict(file)
-    except DAMAGES as error:
+    except FileNotFoundError:
+        raise DamagedFile(f"{path}: no such file; evaluate.py --tracks writes one") from None
+    except (*DAMAGES, TypeError) as error:  # the last for one array alone, an .npy
         raise DamagedFile(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
     for name, value in found.items():
         controller, _, column = name.partition("/")
@@ -109,6 +111,8 @@ def load_tracks(path):
             episodes.setdefault(controller, {})[column] = value
         else:
             facts[name] = value
+    if not episodes or "interval" not in facts or any(len(one) <= len(COLUMNS) for one in episodes.values()):
+        raise DamagedFile(f"{path}: holds no tracks; evaluate.py --tracks writes some")
     return episodes, facts
 
 

@@ -120,10 +120,10 @@ def test_png_holds_the_pixels():
 
 
 def draw(rows, shown=None):
-    """Pixels of rows (step, vehicle, place, speed): 4 steps over 8 m, 8 x 4 pixels, fastest 10 m/s."""
+    """Pixels of rows (step, vehicle, place, speed): 4 steps over 8 m, 8 x 4 pixels, fastest 10 m/s, steps of 1 s."""
     columns = [np.array(column) for column in zip(*rows)]
     return pictures.trajectories(*columns, np.ones(len(rows), bool) if shown is None else np.array(shown), (8, 4),
-                                 (4, 8.0, 10.0))
+                                 (4, 8.0, 10.0, 1.0))
 
 
 def test_a_vehicle_draws_a_line_from_step_to_step():
@@ -138,6 +138,12 @@ def test_lines_end_where_a_vehicle_was_away_begins_a_new_lap_or_is_not_shown():
     rows = [(0, 7, 0.5, 10.0), (1, 7, 0.7, 10.0), (2, 7, 0.9, 10.0)]
     assert draw(rows, [True, False, True])[:, :2].any(0).tolist() == [True, True]  # the line ends where the next begins
     assert not draw(rows, [False, True, True])[:, 0].any()
+
+
+def test_who_turns_off_and_crosses_the_road_draws_no_line():
+    """A jump along it of 1 km in one step took 2 GB for the whole picture, and drew a line that nobody had driven."""
+    rows = [(0, 7, 0.5, 10.0), (1, 7, 900.5, 10.0)]
+    assert not pictures.trajectories(*map(np.array, zip(*rows)), np.ones(2, bool), (8, 4), (4, 1000.0, 10.0, 1.0)).any()
 
 
 def test_the_slowest_of_several_vehicles_is_seen():

@@ -37,7 +37,7 @@ def scene_of(speeds, accels, icvs=()):
 def events(loaded=0, departed=(), arrived=(), collisions=0, teleports=0):
     """What Sumo.read reports; `loaded` vehicles are due, all of them inserted."""
     return {"departed": list(departed), "arrived": list(arrived), "colliding": [], "lifted": [], "landed": [],
-            "stats.vehicles.loaded": loaded,
+            "stats.vehicles.loaded": loaded, "present": loaded,
             "stats.vehicles.inserted": loaded, "stats.vehicles.waiting": 0,
             "stats.safety.collisions": collisions, "stats.teleports.total": teleports}
 
