@@ -118,17 +118,15 @@ def main():
     parser.add_argument("--count", type=at_least(1), default=200, help="damaged inputs (default: %(default)s)")
     parser.add_argument("--seed", type=at_least(0), default=1)
     parser.add_argument("--only", type=some_of(range(10_000)), help="numbers of single cases, for example 3,17")
-    parser.add_argument("--base", help="keep the undamaged files in this folder, or find them there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("data.preprocess", "data.check", "train_ddp", "train_rl", "evaluate"):
         importlib.import_module(name)  # once, not in every forked process
     numbers, rows = [int(n) for n in options.only.split(",")] if options.only else range(options.count), []
     with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
-        base = Path(options.base or f"{place}/base")
-        if not base.exists():
-            base.mkdir(parents=True)
-            prepare(base)
+        base = Path(place) / "base"
+        base.mkdir()
+        prepare(base)
         for number in numbers:
             rows.append(one_case(number, options.seed, base, place, number % 10 == 9))
             if rows[-1]["problem"]:

@@ -228,6 +228,7 @@ def main():
     parser.add_argument("--rows", type=at_least(50), default=2000, help="samples of the data set (%(default)s)")
     parser.add_argument("--read", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.rows -= options.rows % PER_CHUNK  # whole chunks
     torch.set_num_threads(1)
     if options.read:
         return read_in_limit(Path(options.read))

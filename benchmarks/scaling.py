@@ -21,6 +21,7 @@ from benchmarks.report import ROOT, alternate, finish, load_line
 from configs import Config
 from models.losses import WorldModelLoss
 from models.policy import TrafficModel
+from models.presets import PRESETS
 from runtime.batch_size import random_batch
 from runtime.distributed import start_team, wrap
 from runtime.precision import Precision
@@ -67,7 +68,7 @@ def run(ranks, options, accumulation):
 
 def main():
     parser = new_parser(__doc__, "scaling.json")
-    parser.add_argument("--preset", default="small")
+    parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--samples", type=at_least(1), default=8, help="samples per rank and micro-batch")
     parser.add_argument("--accumulation", type=at_least(1), default=1, help=argparse.SUPPRESS)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)

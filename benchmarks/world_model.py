@@ -11,17 +11,17 @@ once, each behind its true leader along its route, with the parameters that fit 
 """
 import copy
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks import phases
 from benchmarks.arguments import at_least, positive, some_of, writable
 from benchmarks.prediction import (LEAD_GAP, LEAD_SPEED, calibration_error, constant_acceleration, errors, fit_idm, idm,
                                    pool, reliability, roc_area)
-from benchmarks.report import ROOT, finish
+from benchmarks.report import finish
 from configs import ConfigError, load_config
 from configs.command_line import parse
 from env.baselines import BASELINES, make_baseline
@@ -89,9 +89,9 @@ def train(options, seed):
     cfg = options.config
     own = [f"run.name={cfg.run.name}-seed{seed}", f"run.seed={seed}"]
     own += [] if cfg.data.seed else [f"data.folder={cfg.data.folder}-seed{seed}"]
-    command = [sys.executable, str(ROOT / "train_ddp.py"), "--phase", "1", "--config", options.config_file]
-    subprocess.run([*command, *options.overrides, *own], check=True)
-    cfg = load_config(options.config_file, [*options.overrides, *own])
+    words = ["--config", options.config_file, *options.overrides, *own]
+    phases.train(cfg, f"phase 1 of seed {seed}", "train_ddp.py", "--phase", "1", *words)
+    cfg = load_config(options.config_file, words[2:])
     folder, model = Path(cfg.run.folder) / cfg.run.name / "phase1", TrafficModel(cfg)
     checkpoint.load_weights(model, checkpoint.load(folder, "best")["weights"], schema(cfg), folder)
     return model.eval()
@@ -170,7 +170,7 @@ def main():
                             help="who drives the ICVs, in turn by episode")
         parser.add_argument("--episodes", type=at_least(1), default=3, help="held-out episodes of each scene")
         parser.add_argument("--json", type=writable, default="world_model.json", help="where the result goes")
-        parser.add_argument("--plot", help="draw the result here, FILE.png; needs matplotlib")
+        parser.add_argument("--plot", type=writable, help="draw the result here, FILE.png; needs matplotlib")
     options = parse(__doc__, add=add)
     cfg, controllers = options.config, options.controllers.split(",")
     if options.plot and importlib.util.find_spec("matplotlib") is None:

@@ -97,7 +97,11 @@ def make_room(newest, limit_gb, report):
             return
         if not in_use(path):
             size = size_of(path)
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # on a disk that may only be read
+                report(f"NOTE: {path} is to be removed (data.disk_gb={limit_gb}), and cannot be: {error}")
+                continue
             total -= size
             report(f"removed {path} ({size / 1e6:.0f} MB, the least recently used graphs): data.disk_gb={limit_gb}")
     if total > limit_gb * 1e9:

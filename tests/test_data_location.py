@@ -50,6 +50,16 @@ def test_least_recently_used_graphs_make_room_with_a_message(three, room, left):
     assert (room < 1) == (lines != [] and lines[-1].startswith("NOTE"))
 
 
+def test_graphs_that_cannot_be_removed_are_said_and_stay(three, monkeypatch):
+    """A finished data set on a disk that may only be read ended in an error, with more graphs than data.disk_gb."""
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+    lines = []
+    monkeypatch.setattr("data.location.shutil.rmtree", closed)
+    make_room(three[2], 0.0, lines.append)
+    assert all(folder.exists() for folder in three) and "Permission denied" in lines[0] and len(lines) == 3
+
+
 def test_graphs_that_somebody_reads_are_not_removed(three):
     dataset = ChunkedDataset(three[0], "train")
     make_room(three[2], 0.0, silent)

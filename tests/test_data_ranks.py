@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_sets import SAMPLES, config, graphs
+from data_sets import SAMPLES, graphs
 
 from data.dataset import ChunkedDataset
-from data.settings import processed_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
@@ -74,18 +73,18 @@ def samples_of(notes):
 
 
 def test_no_sample_is_lost_or_repeated_from_two_ranks_to_one_to_three(copy, train):
-    """2 ranks x 2 samples x 2 steps, 1 x 2 x 1, then 2 x 2: 10 samples were done, which is no multiple of 4. The third
-    run went back to the eighth and used two samples twice."""
+    """2 ranks x 2 samples x 2 steps, 1 x 2 x 1, then 3 x 2: 10 samples were done, which is no multiple of 6. The third
+    run went back to the sixth and used four samples twice."""
     dataset = ChunkedDataset(graphs(copy), "train")
     everything = {hashlib.sha1(dataset[row]["speed"][:10].numpy().tobytes()).hexdigest() for row in range(len(dataset))}
     seen, still = [], "phase1.augment.time_shift=0"
-    for ranks, last, expected in ((2, 2, 8), (1, 1, 2), (2, 0, (len(dataset) - 10) // 4 * 4)):
+    for ranks, last, expected in ((2, 2, 8), (1, 1, 2), (3, 0, (len(dataset) - 10) // 6 * 6)):
         done, notes = train(ranks, last, "elastic", still)
         assert done.returncode == 0, done.stderr
         assert ("stopped and saved in epoch 1" in done.stdout) == (last > 0)
         assert len(samples_of(notes)) == expected and len({len(samples_of([rank])) for rank in notes}) == 1
         seen += samples_of(notes)
-    assert len(set(seen)) == len(seen) and set(seen) <= everything and len(everything - set(seen)) < 4
+    assert len(set(seen)) == len(seen) and set(seen) <= everything and len(everything - set(seen)) < 6
 
 
 def spoil(folder, rows):
@@ -129,14 +128,6 @@ def test_row_with_nan_among_the_held_out_is_named_too(copy, train):
     np.save(path, array)
     done, _ = train(1, 0, "held-out")
     assert done.returncode == 2 and f"{path}: row 1" in done.stderr
-
-
-def test_damaged_chunk_is_refused_before_training(copy, train):
-    path = processed_folder(config(copy)) / "chunk_001.npy"
-    path.write_bytes(path.read_bytes()[:-5])
-    done, notes = train(1, 0, "damaged")
-    assert done.returncode == 2 and notes == [[]] and "Traceback" not in done.stderr
-    assert str(path) in done.stderr and "truncated or damaged" in done.stderr
 
 
 def test_unequal_gpus_train_on_unequal_shares(copy, train):

@@ -4,6 +4,7 @@ One run of the coordinator, interrupted in phase 2 and continued, serves most te
 word in their environment, which SUMO, workers and ranks inherit.
 """
 import csv
+import importlib
 import json
 import os
 import re
@@ -20,10 +21,12 @@ import pytest
 import torch
 
 import coordinator
+import train_ddp
 from benchmarks.leftovers import leaked_memory, marked_environment, survivors
 from configs import load_config
 from env.launch import find_binary, sumo_environment
 from runtime import checkpoint
+from runtime.ending import run_script
 from runtime.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,11 +221,11 @@ def eager(finished):
     return finished.folder / "runs" / "eager"
 
 
-def test_pareto_trains_each_limit_once_and_scores_all(finished):
+def test_pareto_trains_each_limit_once_and_scores_all(finished, monkeypatch, capsys):
     (finished.folder / "other.yaml").write_text("base: runs/smoke/config.yaml\nphase3: {epochs: 1}\n")
-    words = ["benchmarks.pareto", "--run", "runs/smoke", "--limits", "0.05", "--price", "3", "--seeds", "1001",
+    words = ["--run", "runs/smoke", "--limits", "0.05", "--price", "3", "--seeds", "1001",
              "evaluate.horizon_s=40"]
-    done = run(finished.folder, *words, "--config", "other.yaml")
+    done = run(finished.folder, "benchmarks.pareto", *words, "--config", "other.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     folders = [finished.folder / "runs" / f"smoke-{name}" for name in ("limit-0.05", "price-3")]
     limited, priced = (load_config(str(folder / "config.yaml")).phase3 for folder in folders)
@@ -231,31 +234,26 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished):
     result = json.loads((finished.folder / "pareto.json").read_text())
     assert list(result["summary"]) == ["none", "phase 2", "limit-0.05", "price-3"]
     assert [row["controller"] for row in result["rows"]] == list(result["summary"])
-    refused = run(finished.folder, "benchmarks.pareto", "--run", "runs/smoke", "--limits", "0.05,low")
-    assert refused.returncode == 2 and "expected numbers such as" in refused.stdout + refused.stderr
+    here = Here(finished.folder, monkeypatch, capsys)
+    assert "expected numbers such as" in here.refused("benchmarks.pareto", *words[:2], "--limits", "0.05,low")
     before = tree(folders[0] / "phase3")
-    assert run(finished.folder, *words, "--cap", "phase3.epochs=1").returncode == 0
+    assert run(finished.folder, "benchmarks.pareto", *words, "--cap", "phase3.epochs=1").returncode == 0
     assert not written_since(before, folders[0] / "phase3")
     for setting in ("phase3.lr=0.5", "evaluate.leave_below=25.0", "run.seed=9"):
-        other = run(finished.folder, *words, setting)
-        assert other.returncode == 2 and "smoke-limit-0.05: its phase 3 was trained with " + setting.split("=")[0] in (
-            other.stderr)
+        said = here.refused("benchmarks.pareto", *words, setting)
+        assert "smoke-limit-0.05: its phase 3 was trained with " + setting.split("=")[0] in said
     copy = folders[0] / "phase2"
     manifest = copy / (copy / "latest").read_text().strip() / "manifest.json"
     manifest.write_text(manifest.read_text() + " ")
-    other = run(finished.folder, *words)
-    assert other.returncode == 2 and "trained from another phase 2 than runs/smoke/phase2" in other.stderr
+    assert "trained from another phase 2 than runs/smoke/phase2" in here.refused("benchmarks.pareto", *words)
     assert not written_since(before, folders[0] / "phase3")
 
 
 def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
     several = ["--controllers", "policy", "--seeds", "1002,1001", "evaluate.workers=3"]
-    again = scores(finished.folder, "a", "--checkpoint", "runs/smoke", *several)
-    before = rows_of(finished.run / "evaluation.json")
-    assert list(again) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
-    assert again == {job: before[job] for job in again}
     one = ["--controllers", "policy", "--seeds", "1001-1002", "evaluate.workers=1"]
     rows = scores(finished.folder, "b", "--checkpoint", eager, *several)
+    assert list(rows) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
     assert rows == scores(finished.folder, "c", "--checkpoint", eager, *one)
     assert all((row["controlled_vehicle_steps"] > 50) == (name == "policy") for (name, _), row in rows.items())
 
@@ -302,27 +300,55 @@ def refused(folder, *words, may_write=None, launcher=False):
     return done.stderr
 
 
+class Here:
+    """Commands in this process, where each would spend seconds on importing PyTorch only to be refused. Processes of
+    their own show that every script ends as it should."""
+
+    def __init__(self, folder, monkeypatch, capsys):
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # pytest keeps its own handlers
+
+    def refused(self, script, *words):
+        """Standard error of a command that ends with 2, one message, and no file written."""
+        before, main = tree(self.folder), importlib.import_module(script.removesuffix(".py")).main
+        with self.monkeypatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setattr(sys, "argv", [script, *map(str, words)])
+            assert run_script(main, train_ddp.USER_ERRORS) == 2
+        said = self.capsys.readouterr().err
+        assert said.count("error:") == 1 and not [path for path in written_since(before, self.folder) if path.is_file()]
+        return said
+
+
 GONE, EVALUATE = "env.scenario=gone.sumocfg", ["evaluate.py", "--config", "configs/smoke.yaml", "--controllers"]
 
 
 @pytest.mark.parametrize("words, expected", [
     (["coordinator.py", *SMOKE, "phase1.epochz=3"], ["command line", "phase1.epochz", "did you mean phase1.epochs?"]),
-    (["coordinator.py", "--config", "mine.yaml"], ["mine.yaml"]),
     (["train_rl.py", "--config", "wrong.yaml"], ["wrong.yaml", "phase2.gama", "0.5", "phase2.gamma"]),
     (["train_rl.py", *SMOKE, "run.device=cuda"], ["run.device"]),
-    *((["train_ddp.py", "--phase", phase, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for phase in "13"),
-    *(([script, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for script in ("train_rl.py", "data.collect")),
-    (["coordinator.py", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
-    (["data.preprocess", *SMOKE], ["datasets/smoke/raw/metadata.json", "data.collect"]),
     ([*EVALUATE, "none", "--scenario", "gone.sumocfg"], ["gone.sumocfg"]),
-    ([*EVALUATE, "none", "--scenario", "bad.sumocfg"], ["bad.sumocfg", "SUMO said: Error", "fast"]),
     ([*EVALUATE, "none,polizy"], ["controllers", "polizy", "lane_advice, "]),
     ([*EVALUATE, "none", "--seeds", "1001-x"], ["--seeds", "1001-x"]),
     ([*EVALUATE, "none,policy"], ["policy", "--checkpoint"]),
     ([*EVALUATE, "policy", "--checkpoint", "runs/gone"], ["runs/gone"])], ids=lambda v: v[0] if len(v) > 2 else "")
-def test_bad_input_is_one_message_and_nothing_starts(tmp_path, words, expected):
-    """config.yaml was written before the scenario was looked at, and run.device=cuda without a GPU ended with 1."""
+def test_bad_input_is_one_message(tmp_path, words, expected, monkeypatch, capsys):
+    """run.device=cuda without a GPU ended with 1."""
     (tmp_path / "wrong.yaml").write_text("base: smoke.yaml\nphase2: {gama: 0.5}")
+    message = Here(tmp_path, monkeypatch, capsys).refused(*words)
+    assert [text for text in expected if text not in message] == []
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["coordinator.py", "--config", "mine.yaml"], ["mine.yaml"]),
+    *((["train_ddp.py", "--phase", phase, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for phase in "13"),
+    *(([script, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for script in ("train_rl.py", "data.collect")),
+    (["coordinator.py", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
+    (["data.preprocess", *SMOKE], ["datasets/smoke/raw/metadata.json", "data.collect"]),
+    ([*EVALUATE, "none", "--scenario", "bad.sumocfg"], ["bad.sumocfg", "SUMO said: Error", "fast"])],
+    ids=lambda v: v[0] if len(v) > 2 else "")
+def test_bad_input_is_one_message_and_nothing_starts(tmp_path, words, expected):
+    """config.yaml was written before the scenario was looked at."""
     (tmp_path / "bad.sumocfg").write_text(SUMOCFG.format('<net-file value="bad.net.xml"/>'))
     (tmp_path / "bad.net.xml").write_text('<net version="1.20"><edge id="a" from="x" to="y"><lane id="a_0" index="0" '
                                           'speed="fast" length="9" shape="0,0 9,0"/></edge></net>')

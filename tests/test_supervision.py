@@ -286,7 +286,8 @@ def test_what_could_be_scored_is_written_before_the_failure_is_told(tmp_path, mo
         return run_jobs(*arguments)
     monkeypatch.setattr(evaluation, "run_jobs", gives_up_6)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *f"""--config configs/smoke.yaml --controllers random --seeds 5,6
-        --out {tmp_path}/scores.json run.folder={tmp_path} env.suite=[same,driver.sigma=0.1]""".split()])
+        --out {tmp_path}/scores.json run.folder={tmp_path} env.suite=[same,driver.sigma=0.1]
+        evaluate.horizon_s=40""".split()])
     with pytest.raises(WorkerError, match=r"seeds \[6\]: left out"):
         evaluation.main()
     scores = json.loads((tmp_path / "scores.json").read_text())
