@@ -21,6 +21,9 @@ def cross_checks(c):
         if not amp.min_scale <= amp.init_scale <= amp.max_scale:
             yield (f"{phase}.amp: min_scale={amp.min_scale}, init_scale={amp.init_scale}, max_scale={amp.max_scale}: "
                    "must rise")
+    pi = c.baselines.pi_saturation
+    if pi.gap_high_m <= pi.gap_low_m:
+        yield (f"baselines.pi_saturation: gap_low_m={pi.gap_low_m}, gap_high_m={pi.gap_high_m}: must rise")
     if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
         yield (f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start accumulates "
                "gradients, which PyTorch loses then; switch one off")

@@ -23,6 +23,7 @@ from configs.schema import Config
 FOLDER = Path(__file__).parent
 VARIED = ("corridor.", "ring.", "figure_eight.", "merge.", "bottleneck.", "driver.", "reward.", "baselines.",
           "env.scenario=", "env.demand_scale=", "env.icv_share=", "phase2.imitate=")  # what a suite may change
+CLOSED = ("ring", "figure_eight")  # roads that nobody leaves
 
 
 class ConfigError(Exception):
@@ -221,6 +222,9 @@ def _suite_checks(c):
             if text != "same" and not ((parts := parts_of(text)) and all(part.startswith(VARIED) for part in parts)):
                 raise ConfigError(f"env.suite: {text!r}: expected parts that begin with {', '.join(VARIED)}; a value "
                                   "with spaces stands in quotes")
-            variant(c, text, "env.suite")
+            stage = variant(c, text, "env.suite")
+            if c.phase2.curriculum.enabled and stage.env.scenario in CLOSED and text != c.env.suite[-1]:
+                yield (f"phase2.curriculum.enabled=true: nobody ever arrives on {stage.env.scenario} (env.suite: "
+                       f"{text!r}), so that this stage would never end; it may only be the last")
         except ConfigError as error:
             yield from str(error).splitlines()

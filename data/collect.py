@@ -4,9 +4,10 @@
 
 A sample is one region of the traffic graph in one window of time: a vehicle and its nearest ones over T control steps
 of history and H of future, with a margin of M steps on either side. Networks of any size are so split into graphs of
-one size; `data.regions` cuts several from the same moment, `data.vehicles: [2, N]` keeps scenes of up to N vehicles
-whole. An episode's files appear when it is complete, so the same command continues an interrupted collection. While
-collecting, SUMO's own safe-speed check stays on (speed mode 31): the baselines are not shielded here.
+one size; `data.regions` cuts several from the same moment. A sample's number of vehicles is drawn from `data.vehicles`,
+so that [2, N] keeps most scenes of far fewer than N vehicles whole. An episode's files appear when it is complete, so
+the same command continues an interrupted collection. While collecting, SUMO's own safe-speed check stays on (speed mode
+31): the baselines are not shielded here.
 """
 import hashlib
 import json

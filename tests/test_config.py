@@ -296,6 +296,7 @@ def test_empty_file_means_the_defaults(tmp_path, text):
     (["phase2.fragment_length=901"], ["phase2.fragment_length=901", "900 control steps"]),
     (["phase1.augment.time_shift=11"], ["phase1.augment.time_shift=11", "data.margin=10"]),
     (["env.horizon_s=34", "phase2.fragment_length=20"], ["env.horizon_s=34", "data.margin=10"]),
+    (["baselines.pi_saturation.gap_high_m=7"], ["gap_low_m=7.0", "gap_high_m=7.0"]),  # a command of NaN for good
     (["graph.k_min=9", "graph.k_max=8"], ["graph.k_min=9", "graph.k_max=8"])])
 def test_settings_that_contradict_each_other(overrides, words):
     line = mistake(*overrides)

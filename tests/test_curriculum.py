@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from configs import load_config
+from configs import ConfigError, load_config
 from configs.phases import CurriculumConfig
 from runtime.curriculum import START, after, seed_of_stage
 from runtime.training import Progress
@@ -74,3 +74,12 @@ def test_state_travels_in_the_checkpoint(tmp_path):
     [lock.close() for lock in first.locks]
     second = progress()
     assert second.resume() and second.counters["curriculum"] == state != START
+
+
+def test_a_stage_that_nobody_leaves_may_only_be_the_last():
+    """The share of arrivals decides, and on a ring nobody arrives: configs/scenes.yaml would stay there for ever,
+    without a word."""
+    overrides = ["phase2.curriculum.enabled=true", "env.suite=[same, env.scenario=ring]"]
+    assert load_config("configs/smoke.yaml", overrides).phase2.curriculum.enabled
+    with pytest.raises(ConfigError, match="nobody ever arrives on ring.*'env.scenario=ring'"):
+        load_config("configs/smoke.yaml", [overrides[0], "env.suite=[env.scenario=ring, same]"])
