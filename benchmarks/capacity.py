@@ -143,7 +143,10 @@ def main():
         parser.add_argument("--json", type=writable, default="capacity.json", help="where the result goes")
     options = parse(__doc__, add=add)
     cfg, scales, seeds = options.config, parse_scales(options.scales), parse_seeds(options.seeds)
-    cfg.env.scenario = options.scenario or cfg.env.scenario
+    if options.scenario:
+        cfg.env.scenario, cfg.env.suite = options.scenario, ["same"]
+    if cfg.env.suite != ["same"]:
+        raise ConfigError(f"env.suite={cfg.env.suite}: one capacity for all of them means nothing; name one --scenario")
     print(f"{cfg.env.scenario}: {len(seeds)} seeds, {cfg.env.horizon_s:.0f} s, step {cfg.env.step_length} s, mean +- "
           f"95 % interval; machine load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:

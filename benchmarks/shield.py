@@ -69,6 +69,7 @@ class Adversary(BaselineController):
 def attack(cfg, scenario, guard, seeds, folder):
     """{adversary: {column: sum over the seeds}} in one scenario."""
     cfg, (shield, check) = of_scenario(cfg, scenario), GUARDS[guard]
+    cfg.env.suite = ["same"]
     cfg.env.max_commands, cfg.env.terminate_on_collision = cfg.env.max_vehicles, False
     cfg.env.speed_mode, cfg.shield.enabled = cfg.env.speed_mode & ~SAFE_SPEED | SAFE_SPEED * check, shield
     jobs = [(name, seed) for name in ADVERSARIES for seed in seeds]

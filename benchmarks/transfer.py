@@ -8,6 +8,7 @@ S_total to the mean over the run's own suite. Flagged: a ratio below 0.5; OCR mo
 collisions than without control.
 """
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def main():
     end, place = cfg.env.horizon_s + cfg.env.warmup_s, folder / "drawn"
     roads = [motorway(place, number, end) for number in range(1, options.motorways + 1)]
     corridors, drawn = ([], roads) if roads else (CORRIDORS, networks(place, end))
-    cfg.env.suite = [*known, *corridors, *(f"env.scenario={os.path.relpath(path)}" for path in drawn)]
+    cfg.env.suite = [*known, *corridors, *(shlex.quote(f"env.scenario={os.path.relpath(path)}") for path in drawn)]
     check_scenario(cfg, folder)
     rows, _ = evaluate_suite(cfg, controllers, seeds, models, str(folder))
     tables = {name: compare(rows, name, known) for name in controllers}

@@ -95,10 +95,10 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def layers(path, seen=()):
-    """[(file name, tree)] from the innermost base to `path` itself."""
+def layers(path, seen=(), named=None):
+    """[(file name, tree)] from the innermost base to `path` itself, which stands in a file as `named`."""
     if not os.path.isfile(path) and (FOLDER / path.name).is_file() and (
-            seen or path.parent in (Path("."), Path("configs"))):
+            Path(named or path).parent in (Path("."), Path("configs"))):
         path = FOLDER / path.name  # the shipped files are found from any folder, and as bases of any file
     if (real := Path(os.path.realpath(path))) in seen:
         raise ConfigError(f"{path}: `base:` leads back to this file; one of the files on the way must name no base")
@@ -116,7 +116,7 @@ def layers(path, seen=()):
     base = tree.pop("base", None)
     if base is not None and not (isinstance(base, str) and base.isprintable() and 0 < len(base) < 255):
         raise ConfigError(f"{path}: base: expected the name of a YAML file, found {_shown(base)}")
-    below = layers(path.parent / base, (*seen, real)) if base else []
+    below = layers(path.parent / base, (*seen, real), base) if base else []
     return below + [(str(path), tree)]
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 
 from configs.command_line import parse
 from configs.console import exit_code
-from configs.loader import ConfigError, layers, load_config, override_tree
+from configs.loader import FOLDER, ConfigError, layers, load_config, override_tree
 from configs.options import leaves
 from configs.schema import Config
+
+DEFAULTS = FOLDER / "default.yaml"
 
 
 def sources(path, overrides):
     """{dotted key: what set it last}: a YAML file of the chain of `base:`, or the command line."""
     trees = layers(Path(path)) + [("command line", override_tree(text, "command line", [])) for text in overrides]
-    return {key: source for source, tree in trees if Path(source).name != "default.yaml" for key in _keys(tree)}
+    return {key: source for source, tree in trees if Path(source).resolve() != DEFAULTS for key in _keys(tree)}
 
 
 def _keys(tree, prefix=""):

@@ -18,6 +18,7 @@ SURROUND = ("lead_gap", "lead_speed",
             "has_left", "has_right", "merge_distance", "merge_vehicles")
 DISTANCE_STEPS, BLOCK = 2 ** 21, 128
 TTC_CAP, THW_CAP, LANE_END_CAP, ACCEL_CAP, GAP_CAP = 20.0, 10.0, 500.0, 5.0, 200.0  # s, s, m, m/s^2, m
+LANE_WIDTH = 3.2  # m
 SLOW, CONFLICT_TTC, HARD_BRAKE, TIME_PERIOD = 5.0, 2.0, 4.0, 3600.0                 # m/s, s, m/s^2, s
 
 # One vehicle of a scene, in physical units; `lead` is the index of its leader in the scene, -1 = none.
@@ -164,4 +165,12 @@ def conflicts(scene):
     """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
     harder."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-    return (ttc < CONFLICT_TTC) | (scene["accel"] <= -HARD_BRAKE)
+    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= -HARD_BRAKE)
+
+
+def in_line(scene):
+    """[N] bool: the leader, if there is one, is on the vehicle's own way, and not on a junction lane that ends where
+    its own does (env.tails): such a one is farther away than the gap between them will be."""
+    lead = scene["lead"]
+    way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"]) if len(scene) else np.zeros(0)
+    return (lead < 0) | (way <= scene["lead_gap"] + scene["length"][lead] + LANE_WIDTH)

@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from env.graph import HARD_BRAKE, mean_and_spread, time_to_collision
+from env.graph import HARD_BRAKE, in_line, mean_and_spread, time_to_collision
 
 
 class EpisodeTotals:
@@ -68,7 +68,7 @@ class EpisodeTotals:
             self.speed_sum += mean_speed
             self.hard_brakes += int((scene["accel"] <= -HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-            self.min_ttc = min(self.min_ttc, float(ttc[scene["lead"] >= 0].min(initial=math.inf)))
+            self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & in_line(scene)].min(initial=math.inf)))
         self.reward = self._reward(float((moved / route_length).sum()), self.collisions - before)
         self.reward_sum += self.reward
 

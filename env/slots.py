@@ -33,6 +33,21 @@ class Slots:
         return int.from_bytes(digest, "big") < self.icv_share * 2 ** 64
 
 
+class Odometer:
+    """How far each vehicle has driven, by slot, m. SUMO's own counts along the edge that a vehicle is on, so that it
+    jumps and goes backwards while somebody overtakes among the oncoming traffic: there the speed counts."""
+
+    def __init__(self, count):
+        self.raw, self.error = np.zeros((2, count))
+
+    def read(self, raw, slots, fresh, expected, doubtful):
+        """(way since the last call, odometer), each [N], from SUMO's `raw`; the `expected` way where `doubtful`."""
+        told = np.where(fresh, 0.0, raw - self.raw[slots])
+        moved = np.where(doubtful & ~fresh, expected, told)
+        self.raw[slots], self.error[slots] = raw, np.where(fresh, 0.0, self.error[slots] + told - moved)
+        return moved, raw - self.error[slots]
+
+
 def keep(rows, ids, routes, *arrays):
     """The given rows of two lists and of arrays."""
     return [ids[i] for i in rows], [routes[i] for i in rows], *(array[rows] for array in arrays)

@@ -12,7 +12,7 @@ from env.road import Road, Traffic
 from env.routes import Routes
 from env.scenarios import build_scenario, check_traffic
 from env.score import EpisodeTotals
-from env.slots import Slots, keep
+from env.slots import Odometer, Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space, observation_space,
                         speed_change, write_observation)
 from env.tails import came_from, near_crossing
@@ -46,9 +46,9 @@ class TrafficEnv(gymnasium.Env):
         self._start_traffic()
         n = self.env_cfg.max_vehicles
         self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, self.cfg)
-        self.speed, self.odometer, self.allowed, self.way = np.zeros((4, n))  # way: to the lane's end
+        self.speed, self.allowed, self.way = np.zeros((3, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
-        self.route_at, self.orders = np.zeros(n, int), Orders(self.road, self.cfg)
+        self.route_at, self.orders, self.odometer = np.zeros(n, int), Orders(self.road, self.cfg), Odometer(n)
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
         self.time = self.begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
@@ -171,8 +171,7 @@ class TrafficEnv(gymnasium.Env):
         start = time.perf_counter()
         ids, records, lanes, routes, events = self.simulator.read(self.time)
         read = time.perf_counter()
-        none_yet = dict.fromkeys(sumo.EVENTS, []) if first else {}  # nothing has been simulated
-        events = {**events, **none_yet, "present": len(ids)}
+        events = {**events, "present": len(ids), **(dict.fromkeys(sumo.EVENTS, []) if first else {})}  # none yet
         self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
@@ -191,10 +190,11 @@ class TrafficEnv(gymnasium.Env):
         before, came = np.where(fresh, [self.lane, np.full_like(slots, -1)], [self.lane_at[slots], self.came[slots]])
         self.orders.forget(slots[fresh])
         self.came[slots] = came_from(self.road, came, before, self.lane, records["pos"] - records["length"])
-        g, surround = self.cfg.graph, self._set_scene(records, slots)
-        scene, odometer = self.scene, self.scene["odometer"]
-        moved = np.where(fresh, 0.0, odometer - self.odometer[slots])
-        self.odometer[slots], self.allowed[slots] = odometer, records["allowed"]
+        way = (self.speed[slots] + records["speed"]) / 2 * self.env_cfg.control_interval
+        moved, odometer = self.odometer.read(records["odometer"].astype(float), slots, fresh, way,
+                                             self.road.oncoming[self.lane] | self.road.oncoming[before])
+        g, surround, scene = self.cfg.graph, self._set_scene(records, slots, odometer), self.scene
+        self.allowed[slots] = records["allowed"]
         self.speed[slots], self.lane_at[slots], self.way[slots] = scene["speed"], self.lane, scene["lane_end"]
         if self.cfg.shield.enabled:  # it knows neither who comes from the side nor who has no slot: SUMO's check stays
             self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
@@ -210,16 +210,16 @@ class TrafficEnv(gymnasium.Env):
         self.observation = out or {name: np.empty(box.shape, box.dtype) for name, box in self.observation_space.items()}
         write_observation(self.observation, slots, rows, graph.global_features(scene, counts, self.lane_km))
 
-    def _set_scene(self, records, slots):
+    def _set_scene(self, records, slots, odometer):
         """Fill `scene`, a SCENE array; returns the surround features."""
         road, lane, pos = self.road, self.lane, records["pos"].astype(float)
         self.scene = scene = np.zeros(len(lane), graph.SCENE)
-        for name in ("angle", "speed", "accel", "odometer", "length"):
+        for name in ("angle", "speed", "accel", "length"):
             scene[name] = records[name]
         scene["x"], scene["y"] = records["xy"].T
         scene["lane"], scene["icv"] = road.driving_number[lane], self.slots.icv[slots]
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
-        scene["progress"] = scene["odometer"] / self.routes.on_edges[slots]
+        scene["odometer"], scene["progress"] = odometer, odometer / self.routes.on_edges[slots]
         self.route_at[slots] = self.routes.start[slots] + records["route_index"]
         return graph.surround_features(
             Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,

@@ -54,7 +54,8 @@ def paired_lines(pairs):
 def mean_ci(values):
     """{"mean", "ci95"} of a list of numbers; None where there are too few."""
     n = len(values)
-    half = float(student_t(n - 1) * np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else None
+    spread = np.std(values, ddof=1) if n > 1 and np.ptp(values) else 0.0  # of equal ones numpy's is no exact 0
+    half = float(student_t(n - 1) * spread / math.sqrt(n)) if n > 1 else None
     return {"mean": float(np.mean(values)) if n else None, "ci95": half}
 
 

@@ -239,6 +239,14 @@ def test_own_file_may_build_on_a_shipped_one_from_another_folder(tmp_path):
     assert mine.env == load_config("configs/smoke.yaml").env
 
 
+def test_a_base_in_another_folder_is_no_shipped_file_of_that_name(tmp_path):
+    """A team's own quick.yaml that was not there any more became the shipped one, and the run began."""
+    for text in ("quick.yaml", "configs/quick.yaml"):
+        assert load_config(write(tmp_path, f"base: {text}")) == load_config("configs/quick.yaml")
+    with pytest.raises(ConfigError, match="team/quick.yaml: cannot read"):
+        load_config(write(tmp_path, "base: ../team/quick.yaml"))
+
+
 def test_mistake_in_a_base_names_the_base(tmp_path):
     below = write(tmp_path, "phase1: {epochz: 2}", "below.yaml")
     assert mistake(path=write(tmp_path, "base: below.yaml")).startswith(str(below))

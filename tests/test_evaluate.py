@@ -32,6 +32,7 @@ def test_interval_of_a_mean_by_hand():
 
 def test_summary_leaves_missing_values_out():
     rows = [{"controller": "a", "seed": s, "x": s, "min_ttc": t} for s, t in ((1, None), (3, 2.0))]
+    assert mean_ci([0.1] * 3)["ci95"] == 0.0  # it was 4e-17, and printed with all its digits
     assert summarise(rows)["a"]["x"]["mean"] == 2 and summarise(rows)["a"]["min_ttc"] == {"mean": 2.0, "ci95": None}
 
 

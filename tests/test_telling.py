@@ -266,6 +266,13 @@ def test_show_says_where_each_value_comes_from(tmp_path, capsys):
     assert "[default]" in lines["phase1.clip_norm"] and "quick.yaml, default default]" in lines["run.name"]
 
 
+def test_show_names_a_users_own_default_yaml(tmp_path, capsys):
+    """It was taken for the shipped one, and the file below it was named for its values."""
+    (tmp_path / "default.yaml").write_text("base: smoke.yaml\nphase1: {lr: 0.5}\n")
+    show(["--config", str(tmp_path / "default.yaml"), "phase1.lr"])
+    assert f"[{tmp_path / 'default.yaml'}, default" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", ["phase", "phase1.lrr", "phase1.lrr=3"])
 def test_show_refuses_what_does_not_exist(word, capsys):
     assert console.exit_code(lambda: show([word]), (ConfigError,)) == 2
