@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.arguments import writable
 from configs import ConfigError
 from configs.command_line import parse
+from configs.loader import CLOSED
 from env.spaces import KEEP
 from env.traffic_env import SumoError, make_env
 from evaluate import parse_seeds
@@ -31,7 +32,6 @@ from runtime.resources import usable_cores
 from runtime.scores import mean_ci, with_interval
 
 WINDOW_S, READ_EVERY_S = 500.0, 10.0
-CLOSED = ("ring", "figure_eight")
 SCALES = "0.4,0.5,0.6,0.7,0.8,0.9,1,1.1,1.2"
 COLUMNS = {"demand": "", "outflow": "outflow veh/h", "arrived": "arrived", "ocr": "OCR",
            "mean_speed": "mean speed m/s", "present": "present at end", "waiting": "waiting outside"}
