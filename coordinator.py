@@ -22,7 +22,7 @@ from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
 from configs.files import write_whole
 from data.settings import scenario_hashes
-from env.launch import die_with_parent
+from env.launch import OUT_OF_THE_WAY
 from runtime.memory import PeakMemory, machine_memory, oom_kills
 from runtime.resources import claim, share_of_workers, spin_briefly, usable_cores
 from runtime.resources import threads_per_process as threads
@@ -51,8 +51,7 @@ class Stop:
 def resource_plan(cfg):
     """{step: {"processes", "threads", "rollout_workers", "environments", "gpus"}} for this machine."""
     question = "import torch; print(torch.cuda.device_count())"  # in a process of its own: this one stays small
-    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, process_group=0,
-                           preexec_fn=die_with_parent)  # out of the way of Ctrl-C
+    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, **OUT_OF_THE_WAY)
     if probe.returncode:
         said = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
         raise ConfigError(f"PyTorch does not start: {said[-1]}")
@@ -112,7 +111,7 @@ def run_step(step, command, threads, stop):
         environment.setdefault("MEMORY_ROOT", str(os.getpid()))
         spin_briefly(environment)
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # an epoch may take longer than torchrun's 30 s
-        stop.child = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=die_with_parent)
+        stop.child = subprocess.Popen(command, env=environment, **OUT_OF_THE_WAY)
         if stop.asked:  # while it was started
             stop.child.send_signal(signal.SIGTERM)
         code = stop.child.wait()

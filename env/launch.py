@@ -76,6 +76,9 @@ def die_with_parent(parent=None):
         os._exit(1)
 
 
+OUT_OF_THE_WAY = {"process_group": 0, "preexec_fn": die_with_parent}  # of a child for which Ctrl-C is not
+
+
 @contextlib.contextmanager
 def without_main():
     """Processes that are spawned meanwhile do not import the script that spawns them: train_ddp.py would bring PyTorch,

@@ -13,12 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from env.launch import SumoError, die_with_parent, explained, find_binary, put_in, sumo_environment
+from env.launch import OUT_OF_THE_WAY, SumoError, explained, find_binary, put_in, sumo_environment
 from env.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_AHEAD_S = 200  # SUMO's `route-steps`
-OUT_OF_THE_WAY = {"process_group": 0, "preexec_fn": die_with_parent}  # of Ctrl-C, which is not for SUMO's tools
 REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
 

@@ -18,8 +18,9 @@ from configs.files import whole
 COLUMNS = {"step": np.int32, "vehicle": np.int32, "x": np.float32, "y": np.float32, "along": np.float32,
            "speed": np.float16, "gap": np.float16, "icv": np.bool_, "commanded": np.bool_}
 RANKS = 10
-# What numpy and zipfile raise for a damaged .npz; the last but one for a flipped bit in the method of compression.
-DAMAGES = (BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError, OSError)
+# What numpy and zipfile raise for a damaged .npz; NotImplementedError for a flipped bit in the method of compression,
+# TypeError for one array alone, an .npy.
+DAMAGES = (BadZipFile, zlib.error, EOFError, ValueError, KeyError, TypeError, NotImplementedError, OSError)
 
 
 class DamagedFile(ValueError):
@@ -103,7 +104,7 @@ def load_tracks(path):
             found = dict(file)
     except FileNotFoundError:
         raise DamagedFile(f"{path}: no such file; evaluate.py --tracks writes one") from None
-    except (*DAMAGES, TypeError) as error:  # the last for one array alone, an .npy
+    except DAMAGES as error:
         raise DamagedFile(f"{path}: damaged ({error}); run evaluate.py --tracks again") from None
     for name, value in found.items():
         controller, _, column = name.partition("/")

@@ -251,9 +251,12 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished, monkeypatch, cap
 
 def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
     several = ["--controllers", "policy", "--seeds", "1002,1001", "evaluate.workers=3"]
+    again, before = scores(finished.folder, "a", "--checkpoint", "runs/smoke", *several), rows_of(
+        finished.run / "evaluation.json")
+    assert again == {job: before[job] for job in again}
     one = ["--controllers", "policy", "--seeds", "1001-1002", "evaluate.workers=1"]
     rows = scores(finished.folder, "b", "--checkpoint", eager, *several)
-    assert list(rows) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
+    assert list(rows) == list(again) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
     assert rows == scores(finished.folder, "c", "--checkpoint", eager, *one)
     assert all((row["controlled_vehicle_steps"] > 50) == (name == "policy") for (name, _), row in rows.items())
 
