@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
-from configs.files import write_whole
+from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
 from env.launch import OUT_OF_THE_WAY
 from runtime.memory import PeakMemory, machine_memory, oom_kills
@@ -172,7 +173,7 @@ def load_state(path, cfg):
     return {**state, "configuration": digest, "steps": done, "parts": parts}
 
 
-def steps_to_run(options, state, folder):
+def steps_to_run(options, state, folder, keep):
     """The steps that this call must run; forgets what `--from-phase` and `--only` ask to repeat."""
     if options.only:
         return [options.only]
@@ -181,18 +182,20 @@ def steps_to_run(options, state, folder):
         first = STEPS.index(f"phase{options.from_phase}")
         for step in STEPS[first:]:
             state["steps"].pop(step, None)
-            set_aside(folder / step)
+            set_aside(folder / step, keep)
     # Whatever follows a repeated step is repeated too.
     return list(itertools.dropwhile(lambda step: state["steps"].get(step, {}).get("status") == "done", STEPS))
 
 
-def set_aside(path):
-    """Rename an old phase folder, so that the phase starts again and nothing is lost."""
+def set_aside(path, keep):
+    """Rename an old phase folder, so that the phase starts again and nothing is lost; the last `keep` stay."""
     if path.is_dir():
-        names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
-        old = next(name for name in names if not name.exists())
-        path.rename(old)
-        print(f"kept the old {path} as {old.name}")
+        new, older = next_name(path.with_name(f"{path.name}.old"), keep)
+        path.rename(new)
+        print(f"kept the old {path} as {new.name}")
+        for old in older:
+            shutil.rmtree(old, ignore_errors=True)
+            print(f"removed {old}: the last {keep} are kept (checkpoint.keep_last)")
 
 
 def save_state(folder, state):
@@ -213,7 +216,7 @@ def pipeline(options, stop):
     state = load_state(folder / "state.json", cfg)
     plan, begun = resource_plan(cfg), time.time()
     state.update(command=" ".join(sys.argv), plan=plan, revision=revision())
-    for step in steps_to_run(options, state, folder):
+    for step in steps_to_run(options, state, folder, cfg.checkpoint.keep_last):
         if stop.asked:
             print(f"\nstopped before {step}; everything is saved; {console.again()}")
             return 0

@@ -1,6 +1,7 @@
 """Files that are whole or not there at all, what is said when the disk is full, and checksums."""
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 from pathlib import Path
@@ -41,3 +42,12 @@ def file_hash(path):
     """SHA-256 of a file, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def next_name(stem, keep, suffix=""):
+    """(the next of the paths stem + number + suffix, those that are older than the last `keep` with it)."""
+    names = (path.name.removeprefix(stem.name).removesuffix(suffix)
+             for path in stem.parent.glob(f"{glob.escape(stem.name)}*{suffix}"))
+    numbers = sorted(int(name) for name in names if name.isdecimal())
+    *older, new = (stem.with_name(f"{stem.name}{n}{suffix}") for n in (*numbers, max(numbers, default=0) + 1))
+    return new, older[:max(len(older) + 1 - keep, 0)]

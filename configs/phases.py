@@ -149,3 +149,12 @@ class Phase3Config:
     anchor: float = opt(10.0, "weight of the divergence from phase 2's policy in the loss", low=0)
     checkpoint_every: int = opt(10, "epochs between checkpoints; each starts fresh episodes", low=1)
     amp: AmpConfig = sub(AmpConfig)
+
+
+@dataclass
+class RolloutConfig:
+    """Processes that simulate while phases 2 and 3 learn."""
+    num_workers: int = opt(6, "rollout processes per node, shared by its learners; 0 = in this process", low=0)
+    num_envs_per_worker: int = opt(2, "environments of a worker; the groups alternate", low=1, high=8)
+    restarts: int = opt(3, "so often in a row a dead or frozen SUMO or worker is replaced; 0 = it ends the run", low=0)
+    pin_workers: bool = opt(True, "keep each worker and its SUMO on one processor, when some are left for the learners")

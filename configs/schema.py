@@ -7,7 +7,7 @@ description and the limits that the loader (configs/loader.py) enforces. Default
 from dataclasses import dataclass
 
 from configs.options import opt, sub
-from configs.phases import DDPConfig, Phase1Config, Phase3Config, PPOConfig
+from configs.phases import DDPConfig, Phase1Config, Phase3Config, PPOConfig, RolloutConfig
 from configs.traffic import (BASELINES, BaselinesConfig, BottleneckConfig, CorridorConfig, DriverConfig,
                              FigureEightConfig, MergeConfig, RingConfig)
 
@@ -150,19 +150,13 @@ class DataConfig:
 
 
 @dataclass
-class RolloutConfig:
-    """Processes that simulate while phases 2 and 3 learn."""
-    num_workers: int = opt(6, "rollout processes per node, shared by its learners; 0 = in this process", low=0)
-    num_envs_per_worker: int = opt(2, "environments of a worker; the groups alternate", low=1, high=8)
-    restarts: int = opt(3, "so often in a row a dead or frozen SUMO or worker is replaced; 0 = it ends the run", low=0)
-    pin_workers: bool = opt(True, "keep each worker and its SUMO on one processor, when some are left for the learners")
-
-
-@dataclass
 class MemoryConfig:
     """Limits and marks of the memory guard (runtime/guard.py)."""
     budget_gb: float = opt(15.0, "what a run's processes on a machine may need, without pages of files, GB; a control "
                            "group's limit and the machine's memory count too", low=0.01)
+    learner_gb: float = opt(0.0, "of it for the learners and their data loaders, GB, 0 = no budget of their own", low=0)
+    worker_gb: float = opt(0.0, "of it for the rollout workers, GB", low=0)
+    sumo_gb: float = opt(0.0, "of it for the simulators, GB", low=0)
     soft: float = opt(0.80, "share of it above which caches are dropped", low=0.01, high=1)
     high: float = opt(0.90, "above it each learner gives up one rollout worker per iteration", low=0.01, high=1)
     hard: float = opt(0.96, "above it the run saves and stops with exit code 3", low=0.01, high=1)
@@ -178,7 +172,8 @@ class MemoryConfig:
 @dataclass
 class CheckpointConfig:
     """What is kept."""
-    keep_last: int = opt(3, "complete checkpoints kept besides the best", low=1)
+    keep_last: int = opt(3, "complete checkpoints kept besides the best; of a phase that is begun again, old folders",
+                         low=1)
 
 
 @dataclass

@@ -53,6 +53,17 @@ def table(processes, largest=5):
     return "\n".join([*lines, f"  largest: {top}"])
 
 
+def budgets(settings, processes):
+    """[(MB used, MB allowed, key)] of all processes and of each role that has a budget of its own. `processes`:
+    [(MB, component)]."""
+    found = [(sum(mb for mb, _ in processes), 1024 * settings.budget_gb, "memory.budget_gb")]
+    for role in sorted(set(ROLES.values())):
+        if gb := getattr(settings, f"{role}_gb"):
+            used = sum(mb for mb, name in processes if ROLES.get(name) == role)
+            found.append((used, 1024 * gb, f"memory.{role}_gb"))
+    return found
+
+
 def gpu_facts(device):
     """What this learner holds of its GPU, for the metrics; the peak is that since the last call."""
     names = ("memory_allocated", "memory_reserved", "max_memory_allocated")
@@ -87,7 +98,7 @@ class MemoryGuard(Sampler):
     def _sample(self):
         m, tree = self.settings, process_tree(self.root)
         found = [row for row in ((*proportional_mb(pid), component(pid), pid) for pid in tree) if row[0]]
-        share, used, most, whose = tightest(sum(own for _, own, _, _ in found), 1024 * m.budget_gb)
+        share, used, most, whose = tightest(budgets(m, [(own, name) for _, own, name, _ in found]))
         level = next_level(self.level, share, (m.soft, m.high, m.hard), m.hysteresis)
         self.memory = {"memory_mb": sum(pss for pss, *_ in found), "memory_share": share}
         for role in (*sorted(set(ROLES.values())), "other"):

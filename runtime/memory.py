@@ -107,9 +107,10 @@ def cgroup_memory(root="/sys/fs/cgroup", own="/proc/self/cgroup"):
     return found
 
 
-def tightest(tree_mb, budget_mb):
-    """(share, MB used, MB allowed, whose limit) of the limit that is nearest: budget, control group or machine."""
-    limits = [(tree_mb, budget_mb, "memory.budget_gb"), (*machine_memory(), "the machine's memory"),
+def tightest(budgets):
+    """(share, MB used, MB allowed, whose limit) of the limit that is nearest: one of `budgets` [(MB used, MB allowed,
+    name)], a control group's, or the machine's."""
+    limits = [*budgets, (*machine_memory(), "the machine's memory"),
               *((*group, "the control group's limit") for group in cgroup_memory())]
     return max((used / most, used, most, name) for used, most, name in limits)
 

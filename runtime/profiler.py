@@ -5,6 +5,9 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from configs import console
+from configs.files import next_name
+
+KEPT = 10  # traces of a phase, some MB each
 
 
 def profile_steps(optimizer, settings, folder):
@@ -25,8 +28,10 @@ def profile_steps(optimizer, settings, folder):
 
 
 def _tell(profiler, folder, gpu):
-    number = len(list(folder.parent.glob(f"profile_{folder.name}_*"))) + 1
-    path = folder.parent / f"profile_{folder.name}_{number}.json.gz"
+    path, older = next_name(folder.with_name(f"profile_{folder.name}_"), KEPT, ".json.gz")
+    for old in older:
+        old.unlink(missing_ok=True)
+        console.say(f"removed {old}: the last {KEPT} profiles of a phase are kept")
     try:
         profiler.export_chrome_trace(str(path))
     except OSError as error:

@@ -154,6 +154,15 @@ def test_steps_follow_one_another_and_are_not_repeated(steps):
     assert sorted(p.name for p in Path("runs/smoke").glob("*.old*")) == ["phase2.old1", "phase3.old1"]
 
 
+def test_of_the_folders_set_aside_the_last_stay(steps, capsys):
+    """SPEC C9: each `--from-phase` left one more."""
+    steps()
+    for _ in range(3):
+        steps("--from-phase", "3", "checkpoint.keep_last=2")
+    assert sorted(p.name for p in Path("runs/smoke").glob("*.old*")) == ["phase3.old2", "phase3.old3"]
+    assert "removed runs/smoke/phase3.old1: the last 2 are kept" in capsys.readouterr().out
+
+
 def test_stop_between_two_steps_starts_nothing_more(steps):
     """A signal while no step was running was remembered, but the whole next phase ran before it was obeyed."""
     assert steps(stop_in="before") == (0, [])

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +19,11 @@ import train_ddp
 from configs import Config, ConfigError, load_config
 from env.workers import WorkerError, make_pool
 from models.policy import Driver
-from runtime import checkpoint, guard as guard_module
+from runtime import checkpoint, guard as guard_module, memory
 from runtime.checkpoint import CheckpointError, SaveError
 from runtime.distributed import Team
 from runtime.ending import note, run_script
-from runtime.guard import MemoryGuard, next_level, split, table
+from runtime.guard import MemoryGuard, budgets, next_level, split, table
 from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.resources import usable_cores
@@ -55,7 +56,8 @@ def guarded(monkeypatch):
     def build(shares=(), cfg=None):
         shares, stop = iter(shares), SimpleNamespace(asked=False, used=[])
 
-        def measured(used, most):
+        def measured(found):
+            (used, most, _), = found
             stop.used.append(used)
             return next(shares), used, most, "a limit"
         monkeypatch.setattr(guard_module, "tightest", measured)
@@ -107,6 +109,20 @@ def test_facts_are_in_the_vocabulary_and_add_up(guarded):
     assert facts["memory_mb"] == pytest.approx(sum(facts[f"memory_{role}_mb"]
                                                    for role in ("learner", "worker", "sumo", "other")))
     assert facts["memory_mb"] > 50
+
+
+def test_a_role_may_have_a_budget_of_its_own(monkeypatch):
+    """SPEC G2: the tightest one counts, and is named."""
+    monkeypatch.setattr(memory, "machine_memory", lambda: (1.0, 1e6))
+    monkeypatch.setattr(memory, "cgroup_memory", list)
+    processes = [(3000.0, "train_rl"), (100.0, "rollout worker"), (200.0, "rollout worker"), (900.0, "sumo"),
+                 (7.0, "others")]
+    settings = replace(Config().memory, budget_gb=8.0)
+    assert memory.tightest(budgets(settings, processes)) == (4207 / 8192, 4207, 8192, "memory.budget_gb")
+    settings = replace(settings, sumo_gb=1.0, worker_gb=0.5, learner_gb=4.0)
+    assert memory.tightest(budgets(settings, processes)) == (900 / 1024, 900, 1024, "memory.sumo_gb")
+    assert sorted(budgets(settings, processes)[1:]) == [(300, 512, "memory.worker_gb"), (900, 1024, "memory.sumo_gb"),
+                                                        (3000, 4096, "memory.learner_gb")]
 
 
 def test_table_names_components_and_largest_processes():

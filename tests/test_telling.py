@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -233,6 +234,17 @@ def test_a_profile_that_finds_no_room_is_a_warning(tmp_path, capsys):
         raise OSError(28, "No space left on device")
     profiler._tell(SimpleNamespace(export_chrome_trace=full, key_averages=list), tmp_path / "phase1", False)
     assert "WARNING" in (out := capsys.readouterr().out) and "No space left" in out
+
+
+def test_of_the_profiles_the_last_ten_stay(tmp_path, capsys):
+    """SPEC C9; and a trace that was removed by hand made the next one take another's name."""
+    trace = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch(), key_averages=list)
+    name = "profile_phase1_{}.json.gz"
+    for number in (1, 2, *range(4, 13)):
+        (tmp_path / name.format(number)).touch()
+    profiler._tell(trace, tmp_path / "phase1", False)
+    assert {path.name for path in tmp_path.iterdir()} == {name.format(number) for number in range(4, 14)}
+    assert capsys.readouterr().out.count("profiles of a phase are kept") == 2
 
 
 def test_profile_leaves_a_trace_and_names_the_expensive_operations(tmp_path, capsys):
