@@ -1,5 +1,12 @@
 """Mistakes in a configuration that no single key shows."""
+from operator import attrgetter, le, lt
 from pathlib import Path
+
+SCALES = ("min_scale", "init_scale", "max_scale")
+RISING = (("phase1.amp", SCALES, le), ("phase2.amp", SCALES, le), ("phase3.amp", SCALES, le),
+          ("phase3", ("multiplier_init", "multiplier_max"), le), ("graph", ("k_min", "k_max"), le),
+          ("memory", ("gpu_soft_gb", "gpu_hard_gb"), le), ("memory", ("soft", "high", "hard"), lt),
+          ("baselines.pi_saturation", ("gap_low_m", "gap_high_m"), lt))  # section, keys whose values rise, at least so
 
 
 def cross_checks(c):
@@ -16,22 +23,15 @@ def cross_checks(c):
         if c.ddp.static_graph and getattr(c, phase).accumulation > 1:
             yield (f"ddp.static_graph=true with {phase}.accumulation={getattr(c, phase).accumulation}: PyTorch loses "
                    "gradients when both are on; switch one off")
-    for phase in ("phase1", "phase2", "phase3"):
-        amp = getattr(c, phase).amp
-        if not amp.min_scale <= amp.init_scale <= amp.max_scale:
-            yield (f"{phase}.amp: min_scale={amp.min_scale}, init_scale={amp.init_scale}, max_scale={amp.max_scale}: "
-                   "must rise")
-    pi = c.baselines.pi_saturation
-    if pi.gap_high_m <= pi.gap_low_m:
-        yield (f"baselines.pi_saturation: gap_low_m={pi.gap_low_m}, gap_high_m={pi.gap_high_m}: must rise")
+    for section, names, below in RISING:
+        values = [attrgetter(f"{section}.{name}")(c) for name in names]
+        if not all(map(below, values, values[1:])):
+            yield ", ".join(f"{section}.{name}={value}" for name, value in zip(names, values)) + ": must rise"
     if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
         yield (f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start accumulates "
                "gradients, which PyTorch loses then; switch one off")
     if c.ddp.static_graph and c.memory.split > 1:
         yield f"ddp.static_graph=true with memory.split={c.memory.split}: PyTorch loses gradients"
-    if not c.memory.soft < c.memory.high < c.memory.hard or c.memory.gpu_soft_gb > c.memory.gpu_hard_gb:
-        yield (f"memory.soft={c.memory.soft}, high={c.memory.high}, hard={c.memory.hard}, gpu_soft_gb="
-               f"{c.memory.gpu_soft_gb}, gpu_hard_gb={c.memory.gpu_hard_gb}: must rise")
     if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
         yield (f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
                f"2 to env.max_vehicles={c.env.max_vehicles}")
@@ -44,9 +44,6 @@ def cross_checks(c):
     if c.phase3.fragment_length < c.data.future:
         yield (f"phase3.fragment_length={c.phase3.fragment_length} is shorter than data.future={c.data.future}: "
                "no step would have targets")
-    if c.phase3.multiplier_init > c.phase3.multiplier_max:
-        yield (f"phase3.multiplier_init={c.phase3.multiplier_init} is above "
-               f"phase3.multiplier_max={c.phase3.multiplier_max}")
     if c.phase2.fragment_length > c.env.horizon_s / c.env.control_interval:
         yield (f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of "
                f"{c.env.horizon_s / c.env.control_interval:g} control steps")
@@ -61,5 +58,3 @@ def cross_checks(c):
         yield f"evaluate.seeds={c.evaluate.seeds}: the same seed twice"
     if not all(setting.partition("=")[0] and "=" in setting for setting in c.ddp.nccl_env):
         yield f"ddp.nccl_env={c.ddp.nccl_env}: expected elements NAME=value"
-    if not 1 <= c.graph.k_min <= c.graph.k_max:
-        yield f"graph.k_min={c.graph.k_min} is above graph.k_max={c.graph.k_max}"
