@@ -22,7 +22,7 @@ from benchmarks.arguments import at_least, new_parser
 from benchmarks.report import alternate, finish, load_line, settled
 from configs import Config
 from env import graph
-from env.block import SECONDS, block_layout
+from env.block import SECONDS, block_type
 from env.launch import find_binary, sumo_environment
 from env.spaces import KEEP
 from env.sumo import Sumo
@@ -63,7 +63,7 @@ class Bench:
     def environment(self, backend="traci"):
         """Five commands, simulation and observation in every step."""
         env = self.make(backend)
-        out = {name: np.zeros(shape, dtype) for name, (shape, dtype) in block_layout(env.cfg)[0].items()}
+        out = {name: np.zeros(kind.shape, kind.base) for name, (kind, _) in block_type(env.cfg)["final"].fields.items()}
         env.reset(seed=1)
         parts, vehicles, start = np.zeros(3), 0, time.perf_counter()
         for step in range(self.steps):

@@ -11,29 +11,27 @@ from env.traffic_env import make_env
 SECONDS = ("simulate", "read", "graph", "idle")  # where a worker's time went in the last step of each environment
 
 
-def block_layout(cfg):
-    """({name: (shape, dtype)} of one environment's observation, the same of everything else that is shared)."""
+def block_type(cfg):
+    """The dtype of one environment's part of the block: its observation, commands and results; `final` is another
+    observation."""
     half = {np.dtype(np.float32): np.float16, np.dtype(np.int8): np.bool_}
-    space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
-    observation = {name: (box.shape, np.dtype(half.get(box.dtype, box.dtype))) for name, box in space.items()}
-    k = (cfg.env.max_commands,)
-    rest = {"slot": (k, np.int16), "accel": (k, np.float32), "lane": (k, np.int8), "brake": (k, np.float32),
-            "reward": ((), np.float32), "cost": ((), np.float32), "terminated": ((), np.bool_),
-            "truncated": ((), np.bool_), "lost": ((), np.bool_), "seconds": ((len(SECONDS),), np.float32)}
-    return observation, {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rest.items()}
+    space, k = observation_space(cfg.env.max_vehicles, cfg.graph.k_max), (cfg.env.max_commands,)
+    observation = [(name, half.get(box.dtype, box.dtype), box.shape) for name, box in space.items()]
+    return np.dtype([
+        *observation, ("slot", np.int16, k), ("accel", np.float32, k), ("lane", np.int8, k), ("brake", np.float32, k),
+        ("reward", np.float32), ("cost", np.float32), ("terminated", np.bool_), ("truncated", np.bool_),
+        ("lost", np.bool_), ("seconds", np.float32, len(SECONDS)), ("final", np.dtype(observation, align=True))],
+        align=True)
 
 
 def map_block(buffer, cfg, envs):
     """(arrays, final): views [envs, ...] into the shared buffer; with buffer None returns its size in bytes."""
-    observation, rest = block_layout(cfg)
-    at, views = 0, ({}, {})
-    for part, names in ((views[0], {**observation, **rest}), (views[1], observation)):
-        for name, (shape, dtype) in names.items():
-            count = envs * int(np.prod(shape, dtype=int))
-            if buffer is not None:
-                part[name] = np.frombuffer(buffer, dtype, count, at).reshape(envs, *shape)
-            at += -(-count * dtype.itemsize // 64) * 64  # every array starts on its own cache line
-    return at if buffer is None else views
+    kind = block_type(cfg)
+    if buffer is None:
+        return envs * kind.itemsize
+    block = np.frombuffer(buffer, kind, envs)
+    arrays = {name: block[name] for name in kind.names if name != "final"}
+    return arrays, {name: block["final"][name] for name in kind["final"].names}
 
 
 class Environments:
@@ -66,10 +64,8 @@ class Environments:
                 lost = True
         for name in ("reward", "cost", "terminated", "truncated", "seconds") if lost else ():
             self.arrays[name][index] = 0
-        if what == "try":
-            lost = not self._try(index, seed)
-        elif seed is not None and (what == "reset" or summary or lost):
-            self._reset(index, seed)
+        if seed is not None and (what != "step" or summary or lost):
+            lost |= self._reset(index, seed, once=what == "try")
         self.arrays["lost"][index] = lost
         return summary
 
@@ -87,23 +83,19 @@ class Environments:
         self._write(self.final, index, views)
         return {**info["summary"], "seed": info["seed"]}
 
-    def _reset(self, index, seed):
+    def _reset(self, index, seed, once):
+        """Begin an episode; returns whether that failed, if it is tried `once`: then who asks counts failures."""
         gc.collect()  # workers do not collect in between
+        self.failures[index] *= not once
         while True:
             try:
-                return self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])
+                self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])
+                return False
             except SumoError as error:
+                if once:
+                    self._tell(index, error)
+                    return True
                 self._replace(index, error)
-
-    def _try(self, index, seed):
-        """Whether a reset succeeds; failures are counted by who asks."""
-        self.failures[index] = 0
-        try:
-            self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])
-        except SumoError as error:
-            self._tell(index, error)
-            return False
-        return True
 
     def _replace(self, index, error):
         """Note that the simulator has gone (the next reset starts another); too often in a row is an error."""
