@@ -118,11 +118,8 @@ def precision(dtypes, capability, native_bf16):
 def sockets():
     """SUMO is spoken to through a port of this machine, workers and ranks through sockets."""
     try:
-        with socket.socket() as server, socket.socket() as client:
-            server.bind(("127.0.0.1", 0))
-            server.listen()
-            client.settimeout(5)
-            client.connect(server.getsockname())
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), 5).close()
         for end in socket.socketpair():
             end.close()
     except OSError as error:
