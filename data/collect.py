@@ -199,21 +199,16 @@ def cut_sample(frames, members, extent):
     for frame_ids, frame_scene, *_, around in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]
-        inside = {row: n for n, row in enumerate(rows) if row >= 0}
+        inside = {**{row: n for n, row in enumerate(rows)}, -1: NO_LEADER}
+        leaders = np.append(frame_scene["lead"], -1)[rows].tolist()  # the last one for who is absent
         sample["present"].append([int(row >= 0) for row in rows])
-        sample["lead"].append([_leader(frame_scene, row, inside) for row in rows])
-        values = np.append(around.astype(float), np.zeros((1, around.shape[1])), 0)  # the last one for who is absent
+        sample["lead"].append([inside.get(lead, LEADER_OUTSIDE) for lead in leaders])
+        values = np.append(around.astype(float), np.zeros((1, around.shape[1])), 0)
         sample["surround"].append(np.round(values[rows], 2).tolist())
         for name in FIELDS:
             values = np.append(frame_scene[name].astype(float), 0)
             sample[name].append(np.round(values[rows], 4).tolist())
     return sample
-
-
-def _leader(scene, row, inside):
-    if row < 0 or scene["lead"][row] < 0:
-        return NO_LEADER
-    return inside.get(int(scene["lead"][row]), LEADER_OUTSIDE)
 
 
 def _write_metadata(cfg, folder, plan):
