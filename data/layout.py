@@ -9,6 +9,7 @@ neighbours (padded). Any T + H frames in a row are a window to train on: they li
 """
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import time
@@ -105,23 +106,18 @@ def only_writer(folder, report=print, meanwhile=lambda: None):
         yield
         return
     with lock:
-        if not _take(lock):
-            report(f"{folder}: waiting for another process that prepares this data set")
-            while not _take(lock):  # never blocked: ranks must meet, and a stop be heard
+        for tries in itertools.count():
+            try:  # never blocked: ranks must meet, and a stop be heard
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not tries:
+                    report(f"{folder}: waiting for another process that prepares this data set")
                 meanwhile()
                 time.sleep(1.0)
         for left in [*folder.glob("raw/.*.json.*"), *folder.glob("processed/*/.*.*")]:
             left.unlink()
         yield
-
-
-def _take(lock):
-    """Whether a lock was free; it is ours now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------
