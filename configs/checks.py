@@ -19,10 +19,10 @@ def cross_checks(c):
     name = Path(c.run.name)
     if not name.parts or ".." in name.parts or name.is_absolute():
         yield f"run.name={c.run.name!r}: expected the name of a folder below run.folder={c.run.folder}"
-    for phase in ("phase1", "phase3"):
-        if c.ddp.static_graph and getattr(c, phase).accumulation > 1:
-            yield (f"ddp.static_graph=true with {phase}.accumulation={getattr(c, phase).accumulation}: PyTorch loses "
-                   "gradients when both are on; switch one off")
+    for key in ("phase1.accumulation", "phase3.accumulation", "memory.split"):
+        if c.ddp.static_graph and attrgetter(key)(c) > 1:
+            yield (f"ddp.static_graph=true with {key}={attrgetter(key)(c)}: PyTorch loses gradients when both are on; "
+                   "switch one off")
     for section, names, below in RISING:
         values = [attrgetter(f"{section}.{name}")(c) for name in names]
         if not all(map(below, values, values[1:])):
@@ -30,8 +30,6 @@ def cross_checks(c):
     if c.ddp.static_graph and c.phase2.imitate_keep and c.phase2.imitate_iterations + c.phase2.imitate_corrections:
         yield (f"ddp.static_graph=true with phase2.imitate_keep={c.phase2.imitate_keep}: the warm start accumulates "
                "gradients, which PyTorch loses then; switch one off")
-    if c.ddp.static_graph and c.memory.split > 1:
-        yield f"ddp.static_graph=true with memory.split={c.memory.split}: PyTorch loses gradients"
     if len(c.data.vehicles) != 2 or not 2 <= c.data.vehicles[0] <= c.data.vehicles[1] <= c.env.max_vehicles:
         yield (f"data.vehicles={c.data.vehicles}: expected two numbers, fewest and most, "
                f"2 to env.max_vehicles={c.env.max_vehicles}")
