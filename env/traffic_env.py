@@ -104,9 +104,7 @@ class TrafficEnv(gymnasium.Env):
     def _start_traffic(self):
         which = self.seed % len(self.variants)
         self.cfg, self.env_cfg = self.variants[which], self.variants[which].env
-        if which not in self.built:
-            self.built[which] = build_scenario(self.cfg, self.folder)
-        self.scenario = self.built[which]
+        self.scenario = self.built[which] = self.built.get(which) or build_scenario(self.cfg, self.folder)
         if self.simulator is not None and (not self.simulator.alive
                                            or self.episodes % self.env_cfg.recycle_episodes == 0):
             self.simulator.close()
