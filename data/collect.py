@@ -20,14 +20,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from configs import ConfigError, WriteError, console
 from configs.files import file_hash, write_whole
 from data.layout import DataError, only_writer, read_json
-from data.settings import check_settings, of_scenario, raw_settings, scenarios, scenarios_by_variant, traffic_seed
+from data.plan import episode_plan, held_out_episodes
+from data.settings import check_settings, of_scenario, raw_settings, scenarios
 from env.baselines import make_baseline
 from env.launch import SumoError, die_with_parent, without_main
 from env.traffic_env import check_scenario, make_env
@@ -35,35 +35,9 @@ from env.workers import WorkerError
 
 FIELDS = ("x", "y", "angle", "speed", "accel", "lane", "length", "position", "lane_end", "progress", "icv",
           "odometer", "lead_gap", "lead_speed")  # of a SCENE record; `lead` becomes an index into the sample
+SEEN = ("surround", "fresh", "conflict")  # of an observation
 HEAD = ("episode", "seed", "scenario", "controller", "demand_scale")  # of a raw chunk
 NO_LEADER, LEADER_OUTSIDE = -1, -2
-
-
-class Episode(NamedTuple):
-    """One job of a collection."""
-    episode: int
-    seed: int
-    scenario: str
-    controller: str
-    demand_scale: float
-    samples: int
-
-
-def episode_plan(cfg):
-    """The episodes of the whole collection: variants of a suite, scenarios, controllers and demands take turns."""
-    d, plan, left, names = cfg.data, [], cfg.data.samples, scenarios_by_variant(cfg)
-    while left > 0:
-        e = len(plan)
-        seed = 2_000_000 + (traffic_seed(cfg) * 100_003 + 7 * e) % 1_990_000_000  # far from the seeds of evaluation
-        turn, variant = divmod(e, len(cfg.env.suite))
-        seed += (variant - seed) % len(cfg.env.suite)  # an environment's variant is that of its seed
-        turn, scenario = divmod(turn, len(names))
-        turn, controller = divmod(turn, len(d.controllers))
-        scale = d.demand_scales[turn % len(d.demand_scales)]
-        plan.append(Episode(e, seed, names[scenario][variant], d.controllers[controller], scale,
-                            min(left, d.samples_per_episode)))
-        left -= d.samples_per_episode
-    return plan
 
 
 def chunk_names(job, per_chunk):
@@ -160,8 +134,9 @@ def _samples(env, data, controller, job, rng):
     frames, moment, left = deque(maxlen=length), 0, job.samples
     observation, _ = env.reset(seed=job.seed)
     for step in range(1, steps + 1):
-        around = observation["surround"][[env.slots.slot_of[name] for name in env.ids]]
-        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time, around))
+        rows = [env.slots.slot_of[name] for name in env.ids]
+        seen = {name: observation[name][rows] for name in SEEN}
+        frames.append((env.ids, env.scene, observation["globals"], env.k, env.time, seen))
         if moment < len(wanted) and step >= wanted[moment] and len(frames) == length:
             samples = cut_regions(frames, data, env.road.extent, rng)[:left]
             moment, left = moment + bool(samples), left - len(samples)  # too few vehicles: made up for a step later
@@ -175,8 +150,8 @@ def _samples(env, data, controller, job, rng):
 def cut_regions(frames, data, extent, rng):
     """`data.regions` samples of one moment, each around a vehicle that no earlier one holds, as long as there is one.
 
-    frames: [(ids, SCENE array, globals, k, time, surroundings)] of M + T + H + M control steps; empty list if the road
-    is empty.
+    frames: [(ids, SCENE array, globals, k, time, {SEEN: array [N, ...]})] of M + T + H + M control steps; empty list if
+    the road is empty.
     """
     low, high = data.vehicles
     ids, scene = frames[data.margin + data.history - 1][:2]
@@ -195,16 +170,17 @@ def cut_sample(frames, members, extent):
     sample = {"extent": extent, "k": [f[3] for f in frames], "time": [f[4] for f in frames],
               "globals": [np.round(f[2].astype(float), 5).tolist() for f in frames],
               "ids": [name.decode() for name in members],
-              **{name: [] for name in ("present", "lead", "surround", *FIELDS)}}
-    for frame_ids, frame_scene, *_, around in frames:
+              **{name: [] for name in ("present", "lead", *SEEN, *FIELDS)}}
+    for frame_ids, frame_scene, *_, seen in frames:
         place = {name: i for i, name in enumerate(frame_ids)}
         rows = [place.get(name, -1) for name in members]
         inside = {**{row: n for n, row in enumerate(rows)}, -1: NO_LEADER}
         leaders = np.append(frame_scene["lead"], -1)[rows].tolist()  # the last one for who is absent
         sample["present"].append([int(row >= 0) for row in rows])
         sample["lead"].append([inside.get(lead, LEADER_OUTSIDE) for lead in leaders])
-        values = np.append(around.astype(float), np.zeros((1, around.shape[1])), 0)
-        sample["surround"].append(np.round(values[rows], 2).tolist())
+        for name, values in seen.items():
+            values = np.append(values, np.zeros((1, *values.shape[1:]), values.dtype), 0)[rows]
+            sample[name].append((np.round(values.astype(float), 2) if name == "surround" else values).tolist())
         for name in FIELDS:
             values = np.append(frame_scene[name].astype(float), 0)
             sample[name].append(np.round(values[rows], 4).tolist())
@@ -218,9 +194,7 @@ def _write_metadata(cfg, folder, plan):
             content = read_json(folder / name, "a raw chunk")
             chunks.append({"file": name, "sha256": file_hash(folder / name), "hashes": content["hashes"],
                            **{key: content[key] for key in HEAD}})
-    # The golden ratio spreads the held-out episodes over scenarios, controllers and demands, whatever their number.
-    spread = sorted(range(len(plan)), key=lambda e: e * 0.6180339887 % 1)
-    held_out = sorted(spread[:min(max(round(cfg.data.held_out * len(plan)), 1), max(len(plan) - 1, 1))])
+    held_out = held_out_episodes(plan, cfg.data.held_out, len(cfg.env.suite))
     write_whole(folder / "metadata.json", json.dumps(
         {"sumo_version": version("eclipse-sumo"), "scenarios": scenarios(cfg), "held_out_episodes": held_out,
          "settings": raw_settings(cfg), "chunks": chunks}, indent=1))

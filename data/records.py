@@ -1,7 +1,7 @@
 """From a raw sample to the frames that are trained on: each holds its graph and the vehicles' motion."""
 import numpy as np
 
-from env.graph import GLOBAL, SCENE, SURROUND, conflicts, neighbour_graph, node_features
+from env.graph import GLOBAL, SCENE, SURROUND, neighbour_graph, node_features
 
 
 def build_record(sample, shape, radius, k_shift=0):
@@ -16,9 +16,9 @@ def build_record(sample, shape, radius, k_shift=0):
         scene = np.zeros(n, SCENE)
         for name in SCENE.names:
             scene[name] = series[name][f]
-        fresh, members = here & ~before, np.flatnonzero(here)
+        fresh, members = here & (~before | (series["fresh"][f] > 0)), np.flatnonzero(here)
         record["present"][f, :n], record["fresh"][f, :n] = here, fresh
-        record["speed"][f, :n], record["conflict"][f, :n] = scene["speed"], conflicts(scene) & here
+        record["speed"][f, :n], record["conflict"][f, :n] = scene["speed"], series["conflict"][f]
         record["moved"][f, :n] = np.where(here & ~fresh, scene["odometer"] - odometer, 0)
         before, odometer = here, scene["odometer"]
         k = min(max(int(series["k"][f]) + k_shift, 1), shape.k)
@@ -32,8 +32,8 @@ def parse(sample, shape):
     another size, or not finite."""
     try:
         n, series = len(sample["ids"]), {}
-        sizes = {"k": (), "time": (), "globals": (len(GLOBAL),), "present": (n,), "surround": (n, len(SURROUND)),
-                 **dict.fromkeys(SCENE.names, (n,))}
+        sizes = {"k": (), "time": (), "globals": (len(GLOBAL),), "surround": (n, len(SURROUND)),
+                 **dict.fromkeys(("present", "fresh", "conflict", *SCENE.names), (n,))}
         for name, size in sizes.items():
             series[name] = _numbers(name, sample[name], (shape.frames, *size))
         if not (n <= shape.vehicles and np.isfinite(sample["extent"]) and sample["extent"] > 0):

@@ -19,7 +19,8 @@ SURROUND = ("lead_gap", "lead_speed",
 DISTANCE_STEPS, BLOCK = 2 ** 21, 128
 TTC_CAP, THW_CAP, LANE_END_CAP, ACCEL_CAP, GAP_CAP = 20.0, 10.0, 500.0, 5.0, 200.0  # s, s, m, m/s^2, m
 LANE_WIDTH = 3.2  # m
-SLOW, CONFLICT_TTC, HARD_BRAKE, TIME_PERIOD = 5.0, 2.0, 4.0, 3600.0                 # m/s, s, m/s^2, s
+SLOW, CONFLICT_TTC, TIME_PERIOD = 5.0, 2.0, 3600.0                                  # m/s, s, s
+HARD_BRAKE = -4.0 + 1e-3  # m/s^2; SUMO computes braking with 4, which many types have, a little too weak
 
 # One vehicle of a scene, in physical units; `lead` is the index of its leader in the scene, -1 = none.
 SCENE = np.dtype([("x", "f8"), ("y", "f8"), ("angle", "f8"), ("speed", "f8"), ("accel", "f8"), ("lane", "i4"),
@@ -165,7 +166,7 @@ def conflicts(scene):
     """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
     harder."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= -HARD_BRAKE)
+    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= HARD_BRAKE)
 
 
 def in_line(scene):

@@ -66,7 +66,7 @@ class EpisodeTotals:
             self.sigma_sum += self.sigma
             self.abs_a_sum += self.abs_a
             self.speed_sum += mean_speed
-            self.hard_brakes += int((scene["accel"] <= -HARD_BRAKE).sum())
+            self.hard_brakes += int((scene["accel"] <= HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
             self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & in_line(scene)].min(initial=math.inf)))
         self.reward = self._reward(float((moved / route_length).sum()), self.collisions - before)

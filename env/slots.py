@@ -18,14 +18,18 @@ class Slots:
         """(slot of each vehicle, -1 = no slot free; whether it is new there). Slots of vehicles that left are freed."""
         slots = np.array([self.slot_of.get(name, -1) for name in ids], int)
         fresh, unknown = np.zeros(len(ids), bool), np.flatnonzero(slots < 0)
-        for name in self.slot_of.keys() - set(ids):
-            slot = self.slot_of.pop(name)
-            self.names[slot], self.icv[slot] = None, False
+        self.forget(self.slot_of.keys() - set(ids))
         free = (slot for slot, name in enumerate(self.names) if name is None)
         for i, slot in zip(unknown, free):
             slots[i], fresh[i], name = slot, True, ids[i]
             self.slot_of[name], self.names[slot], self.icv[slot] = slot, name, self.is_icv(name)
         return slots, fresh
+
+    def forget(self, names):
+        """Who was teleported is somebody new: no memory, no way driven and no order goes along."""
+        for name in names:
+            if (slot := self.slot_of.pop(name, None)) is not None:
+                self.names[slot], self.icv[slot] = None, False
 
     def is_icv(self, name):
         """Whether vehicle `name` (bytes) is connected: a seeded draw at departure, whatever its type."""

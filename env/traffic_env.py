@@ -173,6 +173,7 @@ class TrafficEnv(gymnasium.Env):
         self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)
+        self.slots.forget(events["landed"])
         slots, fresh = self.slots.assign(ids)
         self.driven = {name: mode for name, mode in self.driven.items() if name not in events["arrived"]}
         if overflow := int((slots < 0).sum()):  # beyond max_vehicles nobody is seen or commanded, only counted

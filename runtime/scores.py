@@ -96,7 +96,7 @@ def doubts(rows, scenario):
     if unseen:
         found.append(f"{scenario}: up to {unseen:.1f} vehicles, mean of an episode, had no slot: but for arrivals "
                      "nobody saw, commanded or counted them; raise env.max_vehicles")
-    calm = sorted({row["seed"] for row in rows if row["controller"] == "none" and row["loaded"]
+    calm = sorted({row["seed"] for row in rows if row["controller"].split()[0] == "none" and row["loaded"]
                    and (row["sigma_v"] < CALM or row["abs_a"] < CALM)})
     if calm:
         found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "

@@ -14,9 +14,10 @@ from data_sets import SAMPLES, config, graphs, hashes, raw_samples, silent
 from configs import load_config
 from configs.files import file_hash
 from data.collect import (FIELDS, HEAD, _write_metadata, chunk_names, collect, collect_episode, content_hash,
-                          cut_regions, episode_plan)
+                          cut_regions)
 from data.layout import DataError, Shape, read_json
 from data.location import open_data
+from data.plan import episode_plan
 from data.preprocess import preprocess
 from data import settings
 from data.settings import processed_folder, raw_settings
@@ -246,14 +247,21 @@ def crowd(places, leads):
     return scene
 
 
+def seen(around, fresh=()):
+    """What an observation says of vehicles with these surroundings, of whom some are `fresh`."""
+    return {"surround": around, "fresh": np.isin(np.arange(len(around)), fresh).astype(np.int8),
+            "conflict": np.zeros(len(around), np.int8)}
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_sample_is_one_vehicle_and_its_nearest(seed):
     """Vehicles a..d stand at 0, 10, 21 and 1000 m, each led by the next; e comes and b goes in the last frame."""
     data, rng = config("x", "data.vehicles=[3, 3]", "data.history=2", "data.future=1", "data.margin=0",
                        "phase1.augment.time_shift=0").data, np.random.default_rng(seed)
     around = np.arange(4)[:, None] + np.arange(14) / 3
-    now = ([b"a", b"b", b"c", b"d"], crowd([0, 10, 21, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 7.0, around)
-    later = ([b"a", b"e", b"c", b"d"], crowd([5, 12, 30, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 8.0, around)
+    now = ([b"a", b"b", b"c", b"d"], crowd([0, 10, 21, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 7.0, seen(around))
+    later = ([b"a", b"e", b"c", b"d"], crowd([5, 12, 30, 1000], [1, 2, 3, -1]), np.zeros(16), 4, 8.0,
+             seen(around, [1, 2]))
     (sample,), places = cut_regions([now, now, later], data, 2000.0, rng), dict(zip("abcd", (0, 10, 21, 1000)))
     inside = sample["ids"]
     assert inside == sorted(places, key=lambda n: abs(places[n] - places[inside[0]]))[:3]
@@ -262,12 +270,13 @@ def test_sample_is_one_vehicle_and_its_nearest(seed):
     code = [-1 if leader[n] is None else inside.index(leader[n]) if leader[n] in inside else -2 for n in inside]
     assert sample["lead"][0] == sample["lead"][1] == code
     assert sample["present"] == [[1, 1, 1], [1, 1, 1], [int(n != "b") for n in inside]]
+    assert sample["fresh"] == [[0, 0, 0], [0, 0, 0], [int(n == "c") for n in inside]]  # b's place has another vehicle
     for i, name in enumerate(inside):
         assert sample["speed"][0][i] == round("abcd".index(name) + 1 / 3, 4)
         assert sample["surround"][0][i] == ("abcd".index(name) + np.arange(14) / 3).round(2).tolist()
         assert name != "b" or (sample["speed"][2][i], sample["lead"][2][i], any(sample["surround"][2][i])) == (0, -1, 0)
         assert name != "a" or sample["lead"][2][i] == -2  # behind e, who is no member
-    alone = ([b"a"], crowd([0], [-1]), np.zeros(16), 4, 7.0, around[:1])
+    alone = ([b"a"], crowd([0], [-1]), np.zeros(16), 4, 7.0, seen(around[:1]))
     assert cut_regions([alone] * 3, data, 2000.0, rng) == []  # too few vehicles
 
 
@@ -276,7 +285,7 @@ def test_regions_split_a_large_scene_without_overlapping_centres(regions):
     """60 vehicles in a row, samples of 10: no vehicle is the centre of two samples as long as some are in none."""
     data = config("x", "data.vehicles=[10, 10]", f"data.regions={regions}").data
     ids = [f"v{i}".encode() for i in range(60)]
-    frame = (ids, crowd(np.arange(60) * 30.0, np.full(60, -1)), np.zeros(16), 16, 0.0, np.zeros((60, 14)))
+    frame = (ids, crowd(np.arange(60) * 30.0, np.full(60, -1)), np.zeros(16), 16, 0.0, seen(np.zeros((60, 14))))
     samples = cut_regions([frame] * 35, data, 2000.0, np.random.default_rng(1))
     held = set()
     for sample in samples:
@@ -288,7 +297,7 @@ def test_regions_split_a_large_scene_without_overlapping_centres(regions):
 def test_small_scene_can_be_kept_whole():
     """With data.vehicles=[2, N] scenes of far fewer than N vehicles are one sample: no leader is outside."""
     data, rng = config("x", "data.vehicles=[2, 150]").data, np.random.default_rng(0)
-    frame = ([b"a", b"b", b"c"], crowd([0, 10, 400], [1, 2, -1]), np.zeros(16), 4, 7.0, np.zeros((3, 14)))
+    frame = ([b"a", b"b", b"c"], crowd([0, 10, 400], [1, 2, -1]), np.zeros(16), 4, 7.0, seen(np.zeros((3, 14))))
     samples = [cut_regions([frame] * 35, data, 2000.0, rng)[0] for _ in range(50)]
     whole = [sample for sample in samples if len(sample["ids"]) == 3]
     assert len(whole) > 40 and all(min(min(sample["lead"])) == -1 for sample in whole)

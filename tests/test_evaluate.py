@@ -99,6 +99,8 @@ def test_scores_that_mean_little_are_doubted():
     many, = doubts([good, full], "my.sumocfg")
     assert "up to 4.5 vehicles" in many and "env.max_vehicles" in many
     steady, = doubts([good, calm, {**calm, "controller": "policy"}], "my.sumocfg")
+    swept = [{**calm, "controller": f"none max_commands={k}"} for k in (1, 5)]  # these were not looked at
+    assert doubts(swept, "my.sumocfg") == [steady]
     assert "seeds [7]: without control speeds hardly differ" in steady
 
 

@@ -84,6 +84,24 @@ def test_parked_and_teleporting_vehicles_are_on_no_lane(make, grid):
     assert info["teleports"] > 0 and parked > 20
 
 
+def test_who_is_teleported_is_somebody_new(make):
+    """Lifted and set down between two readings it kept slot and memory, and the jump was a way that it had driven."""
+    env, both = make(scenario="figure_eight", teleport_s=5.0), 0
+    env.reset(seed=4)
+    read = env.simulator.read
+    seen = {}
+    env.simulator.read = lambda now: (answer := read(now), seen.update(answer[4]))[0]
+    for _ in range(60):
+        before = env.observation["nodes"][:, 2].copy()
+        env.command(*only(env, np.flatnonzero(env.observation["icv"]), -3.0))
+        now, known = env.observation["nodes"][:, 2], (env.observation["mask"] > 0) & (env.observation["fresh"] == 0)
+        assert (env.observation["moved"] <= np.where(known, np.maximum(before, now) + 5, 0)).all()
+        jumped = set(seen["lifted"]) & set(seen["landed"]) & set(env.ids)
+        assert all(env.observation["fresh"][env.slots.slot_of[name]] for name in jumped)
+        both += len(jumped)
+    assert both > 3
+
+
 def test_vehicle_with_a_stop_ahead_obeys(make, grid):
     """SUMO ignored its commands and, without the safe-speed check, let it accelerate without limit, into others."""
     stop = '<stop lane="B0C0_0" endPos="100" duration="5"/>'

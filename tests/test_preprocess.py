@@ -27,12 +27,13 @@ def naive_record(s, cfg, k_shift=0):
     for f, time in enumerate(s["time"]):
         here = [v for v in range(len(s["ids"])) if s["present"][f][v]]
         for v in here:
-            own, fresh = {name: s[name][f][v] for name in FIELDS}, f == 0 or not s["present"][f - 1][v]
+            own = {name: s[name][f][v] for name in FIELDS}
+            fresh = f == 0 or not s["present"][f - 1][v] or s["fresh"][f][v]
             closing = own["speed"] - own["lead_speed"]
             ttc = min(max(own["lead_gap"], 0) / closing, 20) if closing > 0.1 else 20
             record["present"][f, v], record["fresh"][f, v], record["speed"][f, v] = True, fresh, own["speed"]
             record["moved"][f, v] = 0 if fresh else own["odometer"] - s["odometer"][f - 1][v]
-            record["conflict"][f, v] = ttc < 2 or own["accel"] <= -4
+            record["conflict"][f, v] = ttc < 2 or own["accel"] <= -3.999
             turn, lead = 2 * math.pi * time / 3600, s["lead"][f][v]
             record["nodes"][f, v] = [
                 min(max(own["position"] / s["extent"], 0), 1), own["lane"], own["speed"], min(max(own["accel"], -5), 5),

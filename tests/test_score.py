@@ -57,6 +57,14 @@ def test_episode_totals_average_over_the_steps_with_vehicles():
     assert out["icvs"] == 1.0 and out["c_int"] == 7.0 / 3 and out["min_ttc"] is None
 
 
+def test_braking_with_exactly_four_is_hard_whatever_sumo_rounds():
+    """Of many trucks whose comfortable braking is 4 m/s^2 some counted, by the last bit of SUMO's sum."""
+    accels = [-4.0000000000000036, -4.0, -3.999999999999999, -3.99]
+    totals = EpisodeTotals(RewardConfig(), 1.0, 1.0)
+    totals.step(scene := scene_of([10] * 4, accels), np.full(4, 10.0), np.full(4, 1000.0), events(4), 0)
+    assert totals.summary()["hard_brakes"] == 3 and graph.conflicts(scene).tolist() == [True] * 3 + [False]
+
+
 def test_warm_up_is_forgotten_in_averages_but_not_in_counts():
     totals = EpisodeTotals(RewardConfig(), 1.0, 4.0)
     totals.step(scene_of([0, 30], [5, 5], [0, 1]), np.zeros(2), np.ones(2), events(2, [b"a", b"b"]), 0)

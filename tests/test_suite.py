@@ -11,7 +11,7 @@ import pytest
 import evaluate
 from configs import Config, ConfigError, load_config
 from configs.loader import variant
-from data.collect import episode_plan
+from data.plan import episode_plan, held_out_episodes
 from env.traffic_env import SumoError, TrafficEnv, check_scenario
 from runtime.ending import run_script
 from runtime.scores import beside, mean_ci, save_scores, summarise
@@ -109,6 +109,28 @@ def test_collection_combines_variants_with_controllers():
     cfg = load_config("configs/suite.yaml", ["data.samples=800", "data.samples_per_episode=50"])
     plan = [(job.seed % 4, job.controller) for job in episode_plan(cfg)]
     assert len(plan) == len(set(plan)) == 16 and [variant for variant, _ in plan] == [0, 1, 2, 3] * 4
+
+
+@pytest.mark.parametrize("name", ["default", "quick", "suite", "scenes", "world_model", "prod"])
+def test_few_episodes_have_every_demand_and_both_splits_too(name):
+    """Demands turned slowest: with configs/suite.yaml the highest one was never collected, and hardly a held-out split
+    had all demands and controllers."""
+    path = f"{'benchmarks' if name == 'world_model' else 'configs'}/{name}.yaml"
+    cfg = load_config(path if Path(path).exists() else f"configs/{name}.yaml")
+    plan, variants = episode_plan(cfg), len(cfg.env.suite)
+    held_out = held_out_episodes(plan, cfg.data.held_out, variants)
+    splits = [[plan[e] for e in held_out], [job for job in plan if job.episode not in held_out]]
+    for part in splits:
+        assert {job.demand_scale for job in part} == set(cfg.data.demand_scales)
+        assert {job.controller for job in part} == set(cfg.data.controllers)
+        assert {job.seed % variants for job in part} == set(range(variants))
+
+
+def test_the_only_episode_of_a_kind_is_trained_on():
+    plan = [job._replace(demand_scale=3.0 if job.episode == 2 else 1.0)
+            for job in episode_plan(load_config("configs/quick.yaml"))]
+    assert all(2 not in held_out_episodes(plan, share) for share in (0.1, 0.2, 0.5))
+    assert len(held_out_episodes(plan, 0.9)) == 18
 
 
 def test_mean_over_variants_is_taken_seed_by_seed():
