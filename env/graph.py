@@ -174,4 +174,5 @@ def in_line(scene):
     its own does (env.tails): such a one is farther away than the gap between them will be."""
     lead = scene["lead"]
     way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"]) if len(scene) else np.zeros(0)
-    return (lead < 0) | (way <= scene["lead_gap"] + scene["length"][lead] + LANE_WIDTH)
+    along = np.maximum(scene["lead_gap"] + scene["length"][lead], 0.0)
+    return (lead < 0) | (way <= np.hypot(along, LANE_WIDTH))

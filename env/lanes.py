@@ -19,33 +19,75 @@ def links_of(lane, links, known):
                                            if following in known and not WALKING.match(following)]
 
 
+def network_of(client):
+    """The bytes of the .net.xml that a simulation has loaded."""
+    path = put_in(client.simulation.getOption("net-file"))
+    data = Path(os.fsdecode(path.encode(errors="surrogateescape"))).read_bytes()  # SUMO's names are UTF-8
+    return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+
 def oncoming_lanes(network):
     """Ids of the lanes of a .net.xml on whose edges drivers of the other direction may overtake, and these on the
     other: TraCI does not tell."""
-    data = Path(os.fsdecode(put_in(network).encode(errors="surrogateescape"))).read_bytes()  # SUMO's names are UTF-8
-    data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    edges = ElementTree.fromstring(data).iter("edge") if b"<neigh " in data else ()
+    edges = ElementTree.fromstring(network).iter("edge") if b"<neigh " in network else ()
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
 TRUE = ("1", "yes", "true", "on", "x", "t")  # as SUMO reads it
+FAR_M = 1000.0  # how far drivers look along their route when they choose a lane of a fork
 LONGEST_STEP_S = 0.5  # SUMO's step for which the shield alone prevents collisions; at 1 s some touch a leader who stops
 
 
 def special_lanes(client):
-    """{part of env.road.Road: ids of lanes}. crossing: junction lanes that cross or meet others, or that a light
-    closes; all, where one may be beside another on a lane (sublane model) or on two at once (lane changes that
-    take time), and where vehicles move otherwise than the shield reckons (ballistic integration, which an action step
-    length for all brings too; steps so long that a leader's stop is seen too late). closed: not for passenger cars.
-    oncoming: oncoming_lanes."""
+    """{part of env.road.Road: ids of lanes, or what is said of them}. crossing: junction lanes that cross or meet
+    others, or that a light closes; all, where one may be beside another on a lane (sublane model) or on two at once
+    (lane changes that take time), and where vehicles move otherwise than the shield reckons (ballistic integration,
+    which an action step length for all brings too; steps so long that a leader's stop is seen too late). closed: not
+    for passenger cars.
+    walked: where persons walk among these. barred: the kinds of vehicles for which a lane is closed. solid: lanes that
+    passenger cars may not leave to the left (1), to the right (-1). oncoming: oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
               or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
     crossing = [i for i in ids if unsure or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
-    return {"crossing": crossing, "closed": [i for i in ids if "passenger" in lane.getDisallowed(i)],
-            "oncoming": oncoming_lanes(option("net-file"))}
+    barred, network = {i: kinds for i in ids if (kinds := lane.getDisallowed(i))}, network_of(client)
+    lines = ids if b" changeLeft=" in network or b" changeRight=" in network else ()  # two questions for every lane
+    return {"crossing": crossing, "barred": barred, "oncoming": oncoming_lanes(network),
+            "closed": [i for i in ids if "passenger" in barred.get(i, ())],
+            "walked": [i for i in ids if i[0] != ":" and not {"pedestrian", "passenger"} & {*barred.get(i, ())}],
+            "solid": {side: [i for i in lines if "passenger" not in lane.getChangePermissions(i, side)]
+                      for side in (1, -1)}}
+
+
+def taken_link(road, lane, edges):
+    """Number of the link that SUMO's drivers take from a lane that forks, to go on over `edges`: to the lane that leads
+    farthest without another change of lanes; else to the one nearest to such a lane; else the first."""
+    links = np.flatnonzero(road.link_edge[lane] == edges[0])
+    ways = {int(one): straight_on(road, one, edges[1:]) for one in road.edge_lanes[edges[0]] if one >= 0}
+    best = [one for one, way in ways.items() if way == max(ways.values())]
+
+    def merit(link):
+        one = int(behind_junction(road, road.link_lane[lane, link]))
+        return ways[one], -min(abs(road.lane_number[one] - road.lane_number[other]) for other in best)
+    return max(links, key=merit)
+
+
+def straight_on(road, lane, edges, left=FAR_M):
+    """How far `lane` leads along the `edges` behind its own without a change of lanes, m; FAR_M to the route's end."""
+    if not edges or left <= 0:
+        return FAR_M
+    following = [behind_junction(road, one) for one in road.link_lane[lane][road.link_edge[lane] == edges[0]]]
+    rest = left - road.lane_length[lane]
+    return road.lane_length[lane] + max((straight_on(road, one, edges[1:], rest) for one in following), default=0.0)
+
+
+def behind_junction(road, lane):
+    """The lane to which a link leads at last, over junction lanes."""
+    while road.internal[lane]:
+        lane = road.link_lane[lane, 0]
+    return lane
 
 
 def forked_lanes(link_edge):

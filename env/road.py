@@ -2,12 +2,15 @@
 
 Axis letters: L lanes (internal junction lanes included), E edges, J links of a lane, N vehicles.
 """
+import functools
+
 import numpy as np
 
-from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, upstream
+from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, taken_link, upstream
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
+AHEAD = 12  # edges of the route that decide which lane of a fork is taken, within FAR_M
 
 
 class Road:
@@ -18,13 +21,15 @@ class Road:
     = none) and the way between; join_edge, join_with [P]: pairs of edges that lead to the same next edge, joins [E]:
     whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by: env.tails.meeting_lanes, meets
     [L]: whether a lane is among them; crosses [L]: somebody may come from the side; to_crossing [L]: way from the
-    lane's end to the next such lane, m, inf beyond `reach`; forked [L]: several links lead to the same next edge;
-    closed [L]: not for cars, such as pavements; oncoming [L]: drivers overtake among the oncoming traffic;
-    driving_number [L]: lane_number without the closed ones to its right."""
+    lane's end to the next such lane, m, inf beyond `reach`; behind [L]: directly behind one; walked, to_walked [L]: the
+    same of lanes on which persons walk; forked [L]: several links lead to the same next edge; closed [L]: not for cars,
+    such as pavements; barred {lane: kinds of vehicles}; solid {1 left, -1 right: [L]}: not to be left there; oncoming
+    [L]: drivers overtake among the oncoming traffic; driving_number [L]: lane_number without the closed ones to its
+    right."""
 
-    def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=()):
+    def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=(), walked=(), barred=None, solid=None):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
-        searched at most `reach` m upstream. `crossing`, `closed`, `oncoming`: ids (env.sumo.special_lanes)."""
+        searched at most `reach` m upstream. The others: see env.lanes.special_lanes."""
         names = [lane for lane, _, _ in lanes]
         self.lane_index = index = {lane: i for i, lane in enumerate(names)}
         self.edge_index = edges = {}
@@ -52,20 +57,35 @@ class Road:
         self.joins = np.isin(np.arange(len(edges)), self.join_edge)
         self.met_by = meeting_lanes(self.internal, self.link_lane)
         self.meets = np.isin(np.arange(len(lanes)), list(self.met_by))
-        self.closed, self.crosses, self.oncoming = (np.isin(names, list(ids)) for ids in (closed, crossing, oncoming))
+        self.closed, self.crosses, self.oncoming, self.walked = (
+            np.isin(names, list(ids)) for ids in (closed, crossing, oncoming, walked))
+        self.barred = {index[lane]: kinds for lane, kinds in (barred or {}).items()}
+        self.solid = {side: np.isin(names, list((solid or {}).get(side, ()))) for side in (1, -1)}
         at_once = self.link_lane[~self.internal]  # where no junction lane lies between, two may come together
         at_once = at_once[(at_once >= 0) & ~self.internal[at_once]]
         self.crosses |= np.bincount(at_once, minlength=len(lanes)) > 1
-        self.beside = {side: lane_beside(edge_lanes, edge_of, number + side, self.internal | self.closed, self.closed)
+        self.beside = {side: lane_beside(edge_lanes, edge_of, number + side,
+                                         self.internal | self.closed | self.solid[side], self.closed)
                        for side in (1, -1)}
-        self.to_crossing, before = np.full(len(lanes), np.inf), self.upstream_lane[self.crosses]
-        np.minimum.at(self.to_crossing, before, np.where(before >= 0, self.upstream_m[self.crosses], np.inf))
+        self.to_crossing, self.to_walked = self._way_to(self.crosses), self._way_to(self.walked)
+        self.behind = np.isin(np.arange(len(lanes)), self.link_lane[self.crosses & self.internal])
+        self.fork = functools.cache(functools.partial(taken_link, self))
         shut = self.closed[edge_lanes] & (edge_lanes >= 0)
         self.driving_number = number - (shut.cumsum(1) - shut)[edge_of, number]
 
-    def has_lane(self, lane, number):
-        """Whether the edge of a lane has one with this number, open to cars."""
-        return 0 <= number < self.lane_count[lane] and not self.closed[self.edge_lanes[self.lane_edge[lane], number]]
+    def _way_to(self, there):
+        """[L]: metres from each lane's end to the next lane of those that `there` [L] names, inf where none is near."""
+        way, before = np.full(len(there), np.inf), self.upstream_lane[there]
+        np.minimum.at(way, before, np.where(before >= 0, self.upstream_m[there], np.inf))
+        return way
+
+    def has_lane(self, lane, number, kind="passenger"):
+        """Whether the edge of a lane has one with this number, open to cars and to this kind of vehicles, and not
+        behind a solid line."""
+        if not 0 <= number < self.lane_count[lane] or self.solid[1 if number > self.lane_number[lane] else -1][lane]:
+            return False
+        target = self.edge_lanes[self.lane_edge[lane], number]
+        return not self.closed[target] and kind not in self.barred.get(target, ())
 
     def between(self, edge, following):
         """Junction lanes that a vehicle drives over from an edge to the next of its route."""
@@ -141,16 +161,12 @@ class Traffic:
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
 
     def _link(self, current, at, fits):
-        """Which of the fitting links [N, J] of lanes `current` is taken: the first whose lane leads on to the edge
-        after the next, else the first."""
-        road = self.road
-        if not road.forked[current].any():
-            return fits.argmax(1)
-        lane = road.link_lane[current]
-        lane = np.where(road.internal[lane], road.link_lane[lane, 0], lane)
-        beyond = self.routes[np.minimum(at + 2, len(self.routes) - 1)][:, None]
-        good = fits & ((beyond < 0) | (road.link_edge[lane] == beyond[..., None]).any(-1))
-        return np.where(good.any(1), good.argmax(1), fits.argmax(1))
+        """Which of the fitting links [N, J] of lanes `current` is taken by who goes on over the routes from `at`."""
+        link = fits.argmax(1)
+        for i in np.flatnonzero(self.road.forked[current] & (fits.sum(1) > 1)):
+            edges = self.routes[at[i] + 1:at[i] + 1 + AHEAD].tolist()
+            link[i] = self.road.fork(int(current[i]), tuple(edges[:edges.index(-1)] if -1 in edges else edges))
+        return link
 
     def behind(self, lane):
         """Who would follow each vehicle if it were on `lane` [..., N]: (gap m, speed m/s), each [..., N]."""

@@ -21,7 +21,7 @@ class Routes:
     end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
     (asked in users' scenarios), and for everybody where it is asked less often than it was proven for; alone: who has
     blue lights, with which SUMO drives as commands do not foresee, or a headway shorter than the time between two
-    decisions, whom SUMO's check too lets collide once commands have brought him close."""
+    decisions, whom SUMO's check too lets collide once commands have brought him close; kind: SUMO's vehicle class."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
@@ -32,15 +32,18 @@ class Routes:
         self.always = SAFE_SPEED * (cfg.shield.enabled and (odd or e.control_interval > LONGEST_S))
         self.checks, self.alone = np.full(slots, self.always), np.zeros(slots, bool)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
-        self.of_slot = [None] * slots  # route ids
+        self.of_slot, self.kind = [None] * slots, ["passenger"] * slots  # route ids, vehicle classes
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
-    def left_alone(self, slot, lane):
-        """Whether commands to this slot, on this lane, are ignored: blue lights, drivers who overtake among the
-        oncoming traffic, and in users' networks who is on a junction, which others count on its leaving soon."""
+    def left_alone(self, slot, lane, length=0.0, way=0.0):
+        """Whether commands to this slot, on this lane with `way` m to its end, are ignored: blue lights, drivers who
+        overtake among the oncoming traffic, and in users' networks who is on a junction, be it with its tail (`length`
+        m), which others count on its leaving soon: with a change of lanes the tail swings into their way."""
         road = self.road
-        return self.alone[slot] or road.oncoming[lane] or self.step and road.crosses[lane] and road.internal[lane]
+        across = road.crosses[lane] and road.internal[lane] or (
+            road.behind[lane] and road.lane_length[lane] - way < length)
+        return self.alone[slot] or road.oncoming[lane] or self.step and across
 
     def follow(self, simulator, ids, routes, slots, fresh, icv):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
@@ -58,7 +61,7 @@ class Routes:
                 self._ask(simulator, ids[i], slot, self.always if fresh[i] else self.checks[slot])
 
     def _ask(self, simulator, name, slot, checks):
-        stops, lights, acts_every, min_gap, tau, boldness = simulator.habits(name)
+        stops, lights, acts_every, min_gap, tau, boldness, self.kind[slot] = simulator.habits(name)
         odd = self._odd(acts_every, min_gap, tau, boldness)
         self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
         self.alone[slot] = lights or tau < acts_every - 1e-6

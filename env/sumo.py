@@ -27,7 +27,8 @@ POLL_S = 0.002  # between two attempts to connect (the stock client sleeps 1 s)
 EVENTS = {"departed": tc.VAR_DEPARTED_VEHICLES_IDS, "arrived": tc.VAR_ARRIVED_VEHICLES_IDS,  # lists of ids
           "colliding": tc.VAR_COLLIDING_VEHICLES_IDS, "lifted": tc.VAR_TELEPORT_STARTING_VEHICLES_IDS,
           "landed": tc.VAR_TELEPORT_ENDING_VEHICLES_IDS}
-COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions")
+COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions",
+            "stats.persons.running")
 ALL_CHECKS, SAFE_SPEED, OWN_LANE_CHANGES = 31, 1, 1621  # speed mode, a bit of it, lane-change mode
 
 
@@ -40,7 +41,8 @@ class Questions:
 
     def habits(self, name):
         """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
-        at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive)."""
+        at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive);
+        its kind (vClass)."""
         return self._ask(self._habits, name.decode())
 
     def _habits(self, name):
@@ -48,7 +50,8 @@ class Questions:
         with contextlib.suppress(getattr(self.client, "TraCIException", TraCIException)):  # some models know none
             boldness = float(vehicle.getParameter(name, "laneChangeModel.lcAssertive"))
         return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
-                vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness)
+                vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness,
+                vehicle.getVehicleClass(name))
 
     def time(self):
         """Simulated time, s."""

@@ -105,6 +105,13 @@ def near_crossing(road, lane, scene):
     return road.crosses[lane] | (scene["lane_end"] + road.to_crossing[lane] < stopping_way(scene["speed"]))
 
 
+def unforeseen(road, lane, scene, events, overflow):
+    """Whether each vehicle may meet, before it could stop, whom the shield does not know: who comes from the side, who
+    walks among the cars, or, as long as some do, who has no slot."""
+    persons = road.walked[lane] | (scene["lane_end"] + road.to_walked[lane] < stopping_way(scene["speed"]))
+    return (near_crossing(road, lane, scene) | persons & (events["stats.persons.running"] > 0) | (overflow > 0))
+
+
 def stopping_way(speed):
     """What it takes to stop from `speed` m/s without hurry, m."""
     return speed ** 2 / (2 * COMFORT_DECEL) + 2 * speed + 5

@@ -15,7 +15,7 @@ from env.score import EpisodeTotals
 from env.slots import Odometer, Slots, keep
 from env.spaces import (ACCEL_HIGH, ACCEL_LOW, LANE_CHANGE, LEFT, MAX_BRAKE, RIGHT, action_space, observation_space,
                         speed_change, write_observation)
-from env.tails import came_from, near_crossing
+from env.tails import came_from, unforeseen
 
 
 class TrafficEnv(gymnasium.Env):
@@ -46,7 +46,7 @@ class TrafficEnv(gymnasium.Env):
         self._start_traffic()
         n = self.env_cfg.max_vehicles
         self.slots, self.routes = Slots(n, self.seed, self.env_cfg.icv_share), Routes(self.road, self.cfg)
-        self.speed, self.allowed, self.way = np.zeros((3, n))  # way: to the lane's end
+        self.speed, self.allowed, self.way, self.length = np.zeros((4, n))  # way: to the lane's end
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.route_at, self.orders, self.odometer = np.zeros(n, int), Orders(self.road, self.cfg), Odometer(n)
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
@@ -132,10 +132,9 @@ class TrafficEnv(gymnasium.Env):
         """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and to
         whom `routes.left_alone` names: others count on their going on as they are."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
-        for slot, accel, lane, brake in zip(slots, accels, lanes, brakes):
-            slot = int(slot)
+        for slot, accel, lane, brake in zip(map(int, slots), accels, lanes, brakes):
             if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
-                    or self.routes.left_alone(slot, self.lane_at[slot])):
+                    or self.routes.left_alone(slot, self.lane_at[slot], self.length[slot], self.way[slot])):
                 continue
             seen.add(slot)
             name = self.slots.names[slot]
@@ -149,7 +148,7 @@ class TrafficEnv(gymnasium.Env):
                 effort += abs(accel)
             side = {LEFT: 1, RIGHT: -1}.get(int(lane), 0)
             target = int(self.road.lane_number[self.lane_at[slot]]) + side
-            if side and self.road.has_lane(self.lane_at[slot], target) and self._may_move(slot, target):
+            if side and self._may_move(slot, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
         for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
@@ -161,8 +160,9 @@ class TrafficEnv(gymnasium.Env):
 
     def _may_move(self, slot, number):
         """As Orders has it, and not where the shield leaves SUMO's check on: who then has to brake may be hit."""
-        return not self.checked[slot] and self.orders.give(
-            slot, number, self.routes.flat[self.route_at[slot] + 1], self.lane_at, self.way, self.speed, self.time)
+        lane, following = self.lane_at[slot], self.routes.flat[self.route_at[slot] + 1]
+        return (not self.checked[slot] and self.road.has_lane(lane, number, self.routes.kind[slot])
+                and self.orders.give(slot, number, following, self.lane_at, self.way, self.speed, self.time))
 
     def _observe(self, out=None, first=False):
         """Read SUMO, update slots, build the observation and the totals."""
@@ -194,9 +194,10 @@ class TrafficEnv(gymnasium.Env):
                                              self.road.oncoming[self.lane] | self.road.oncoming[before])
         g, surround, scene = self.cfg.graph, self._set_scene(records, slots, odometer), self.scene
         self.allowed[slots] = records["allowed"]
-        self.speed[slots], self.lane_at[slots], self.way[slots] = scene["speed"], self.lane, scene["lane_end"]
-        if self.cfg.shield.enabled:  # it knows neither who comes from the side nor who has no slot: SUMO's check stays
-            self.checked[slots] = sumo.SAFE_SPEED * (near_crossing(self.road, self.lane, scene) | (overflow > 0))
+        self.speed[slots], self.length[slots] = scene["speed"], scene["length"]
+        self.lane_at[slots], self.way[slots] = self.lane, scene["lane_end"]
+        if self.cfg.shield.enabled:  # SUMO's check stays where it does not see who is to be met
+            self.checked[slots] = sumo.SAFE_SPEED * unforeseen(self.road, self.lane, scene, events, overflow)
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": events["stats.vehicles.waiting"], "departed": len(events["departed"]),
                   "arrived": self.totals.arrivals, "ocr": self.totals.ocr}

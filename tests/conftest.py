@@ -84,6 +84,27 @@ def grid(tmp_path_factory):
     return write
 
 
+@pytest.fixture
+def road(tmp_path):
+    """road(nodes, edges, routes, more, additional, opposites, connections) -> path of a .sumocfg."""
+    def build(nodes, edges, routes="", more="", additional="<additional/>", opposites=False, connections=None):
+        for name, root, text in (("nodes", "nodes", nodes), ("edges", "edges", edges), ("routes", "routes", routes)):
+            (tmp_path / f"{name}.xml").write_text(f"<{root}>{text}</{root}>")
+        (tmp_path / "more.xml").write_text(additional)
+        words = ["-n", tmp_path / "nodes.xml", "-e", tmp_path / "edges.xml", "-o", tmp_path / "net.xml",
+                 f"--opposites.guess={opposites}"]
+        if connections:
+            (tmp_path / "connections.xml").write_text(f"<connections>{connections}</connections>")
+            words += ["-x", tmp_path / "connections.xml"]
+        subprocess.run([launch.find_binary("netconvert"), *words], check=True, capture_output=True,
+                       env=launch.sumo_environment())
+        path = tmp_path / "road.sumocfg"
+        path.write_text('<configuration><input><net-file value="net.xml"/><route-files value="routes.xml"/>'
+                        f'<additional-files value="more.xml"/></input>{more}</configuration>')
+        return str(path)
+    return build
+
+
 @pytest.fixture(scope="session")
 def models():
     """Both presets; tests that change one take a copy."""

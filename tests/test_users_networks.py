@@ -1,6 +1,5 @@
 """Networks and configurations of users, in which shield, score or settings once did not see everything."""
 import gzip
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from benchmarks.shield import Adversary
 from configs import load_config
 from configs.schema import Config
 from data.settings import scenario_hashes
-from env.launch import SumoError, find_binary, sumo_environment
+from env.launch import SumoError
 from env.routes import Routes
 from env import scenarios
 from env.scenarios import build_scenario, check_traffic, own_scale, seconds_of
@@ -26,23 +25,6 @@ STRAIGHT = ('<edge id="in" from="a" to="t" numLanes="{0}" speed="30"/>'
             '<edge id="out" from="t" to="z" numLanes="{0}" speed="30"/>')
 RED = ('<additional><tlLogic id="t" type="static" programID="m" offset="0"><phase duration="25" state="G"/>'
        '<phase duration="3" state="y"/><phase duration="20" state="r"/></tlLogic></additional>')
-
-
-@pytest.fixture
-def road(tmp_path):
-    """road(nodes, edges, routes, more, additional, opposites) -> path of a .sumocfg."""
-    def build(nodes, edges, routes="", more="", additional="<additional/>", opposites=False):
-        for name, root, text in (("nodes", "nodes", nodes), ("edges", "edges", edges), ("routes", "routes", routes)):
-            (tmp_path / f"{name}.xml").write_text(f"<{root}>{text}</{root}>")
-        (tmp_path / "more.xml").write_text(additional)
-        subprocess.run([find_binary("netconvert"), "-n", tmp_path / "nodes.xml", "-e", tmp_path / "edges.xml", "-o",
-                        tmp_path / "net.xml", f"--opposites.guess={opposites}"], check=True, capture_output=True,
-                       env=sumo_environment())
-        path = tmp_path / "road.sumocfg"
-        path.write_text('<configuration><input><net-file value="net.xml"/><route-files value="routes.xml"/>'
-                        f'<additional-files value="more.xml"/></input>{more}</configuration>')
-        return str(path)
-    return build
 
 
 # ---- names of folders -------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import episode, equal, nobody
-from test_users_networks import road  # noqa: F401  a fixture
 
 from configs import load_config
 from env import graph
