@@ -46,7 +46,7 @@ class Stop:
     def _handle(self, number, frame):
         self.at_once, self.asked = self.asked, True
         if self.child is not None and self.child.poll() is None:
-            os.killpg(self.child.pid, signal.SIGKILL) if self.at_once else self.child.send_signal(signal.SIGTERM)
+            self.child.send_signal(signal.SIGKILL if self.at_once else signal.SIGTERM)  # its children die with it
 
 
 def resource_plan(cfg):

@@ -112,6 +112,8 @@ def learner(cfg, team, folder):
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
     progress.counters["curriculum"] = curriculum.START
     progress.resume(begun)
+    if cfg.phase2.curriculum.enabled:
+        curriculum.check(progress.counters["curriculum"], len(cfg.env.suite), folder / "phase2")
     return progress, precision
 
 

@@ -28,6 +28,7 @@ class LoaderConfig:
     pin_memory: bool = opt(True, "page-locked batches (only with a GPU)")
     prefetch_factor: int = opt(2, "batches each process prepares ahead", low=1)
     persistent_workers: bool = opt(True, "keep the processes between epochs")
+    timeout_s: float = opt(120.0, "a process that takes longer for a batch counts as stuck, s", low=1, high=1e6)
     drop_last: bool = opt(True, "drop an incomplete last batch, and an incomplete last optimiser step")
     rank_weights: list[float] = opt([1.0], "relative share of each rank in a global batch, for unequal GPUs; one "
                                            "number = equal shares", low=0.001)

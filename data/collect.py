@@ -26,6 +26,7 @@ import numpy as np
 from configs import ConfigError, WriteError, console
 from configs.files import file_hash, write_whole
 from data.layout import DataError, only_writer, read_json
+from data.location import cannot_share
 from data.plan import episode_plan, held_out_episodes
 from data.settings import check_settings, of_scenario, raw_settings, scenarios
 from env.baselines import make_baseline
@@ -70,8 +71,14 @@ def collect(cfg, report=print, meanwhile=lambda: None):
 
 def run_episodes(cfg, jobs, folder, meanwhile):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
+    if not jobs:
+        return
     context = multiprocessing.get_context("spawn")
-    with without_main(), ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),)) as pool:
+    try:
+        pool = ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),))
+    except OSError as error:
+        cannot_share(f"collect: its processes do not start ({error.strerror})", "the same command continues")
+    with without_main(), pool:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent alone answers Ctrl-C
         try:
             futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}

@@ -101,7 +101,7 @@ def only_writer(folder, report=print, meanwhile=lambda: None):
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
+        lock = open(folder / ".lock", "a")
     except OSError:  # a data set that may only be read has no writers
         yield
         return

@@ -1,12 +1,17 @@
 """Batches for a training loop: a DataLoader over chunks (phase 1), and sequences fresh from the simulator (phase 3)."""
 import itertools
+import multiprocessing
 import os
+import signal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from data.location import cannot_share
 from env.launch import die_with_parent
+
+READS_ITSELF = "phase1.loader.num_workers=0 reads in the training process itself"
 
 
 class StreamingDataset(IterableDataset):
@@ -31,11 +36,35 @@ class StreamingDataset(IterableDataset):
 
 
 def windows(batches, size, drop_last):
-    """Lists of `size` batches, one for each optimiser step; the last one may be shorter unless `drop_last`."""
-    batches = iter(batches)
-    while window := list(itertools.islice(batches, size)):
+    """Lists of `size` batches, one for each optimiser step; the last one may be shorter unless `drop_last`. WorkerError
+    when processes that read do not start, or are stuck."""
+    batches = begin_reading(batches)
+    while window := next_window(batches, size):
         if len(window) == size or not drop_last:
             yield window
+
+
+def begin_reading(batches):
+    """The batches' iterator. A loader's processes begin here, in the rank's group: see `leave_group`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return iter(batches)
+    except OSError as error:
+        cannot_share(f"phase 1: the processes that read do not start ({error.strerror})", READS_ITSELF)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def next_window(batches, size):
+    """The next `size` batches, or the rest."""
+    try:
+        return list(itertools.islice(batches, size))
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        for process in multiprocessing.active_children():  # Python would wait for them before it ends
+            process.kill()
+        cannot_share(f"phase 1: {error}: a process that reads is stuck", READS_ITSELF)
 
 
 def make_loader(dataset, sampler, options, pin_memory):
@@ -43,13 +72,15 @@ def make_loader(dataset, sampler, options, pin_memory):
     more = {}
     if options.num_workers:
         more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers,
-                "multiprocessing_context": "fork", "worker_init_fn": leave_group}
+                "multiprocessing_context": "fork", "worker_init_fn": leave_group, "timeout": options.timeout_s}
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=lambda batch: batch, num_workers=options.num_workers,
                       pin_memory=options.pin_memory and pin_memory, **more)
 
 
 def leave_group(_):
     """A reading process of its own group: SIGTERM to the whole group (torchrun's way to stop) must not kill it before
-    its rank has finished the step. It dies with its rank instead."""
+    its rank has finished the step, not even while it starts. It dies with its rank instead."""
     os.setpgid(0, 0)
+    signal.sigtimedwait({signal.SIGTERM}, 0)  # what came to the group before is forgotten
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     die_with_parent(os.getppid())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data.layout import DataError
 from data.settings import processed_folder
+from env.workers import WorkerError
 
 MEMORY = "/dev/shm"
 
@@ -52,6 +53,13 @@ def prepare(cfg, team, guard):
         preprocess(cfg, meanwhile=meet)
     while not meet(done=team.is_main):
         pass
+
+
+def cannot_share(what, remedy):
+    """WorkerError about processes that share data or locks in memory, which may be full."""
+    room = f"{shutil.disk_usage(MEMORY).free >> 20} MB are" if os.path.isdir(MEMORY) else "nothing is"
+    raise WorkerError(f"{what}; what they share lies in {MEMORY}, where {room} free: make room there (docker run "
+                      f"--shm-size); {remedy}") from None
 
 
 def on_windows_drive(path):

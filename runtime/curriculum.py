@@ -5,9 +5,18 @@ that arrived in them. The state is a dictionary of plain values that travels in 
 """
 import numpy as np
 
+from configs import ConfigError
+
 START = {"stage": 0, "evaluations": 0, "over": 0, "over_sum": 0.0, "under": 0, "level": 0.0, "fallbacks": 0,
          "lower": []}  # levels of the stages below
 MOST = 2 ** 31 - 1  # seeds of an environment are below
+
+
+def check(state, stages, folder):
+    """ConfigError when the state found in `folder` is at no stage of this suite."""
+    if state.get("stage") not in range(stages):
+        raise ConfigError(f"env.suite: the curriculum of {folder} is at its element {state.get('stage')!r}, counted "
+                          f"from 0, of {stages}; give the suite as many as it had, or train with another run.name")
 
 
 def after(state, score, last_stage, p):

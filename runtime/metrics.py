@@ -116,7 +116,7 @@ class Metrics:
         except OSError as error:  # a full disk costs the curves, not the training
             self.board, self.writer = False, None
             console.say(f"WARNING: {self.path.parent / 'tensorboard'}: {error.strerror or error}; no more is drawn")
-        rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase]
+        rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase] if self.path.exists() else []
         known = findings(rows[:-1])
         for kind, text in findings(rows).items():
             if kind not in known:  # said when it begins
@@ -139,15 +139,15 @@ class Metrics:
 
     def _append(self, line):
         """Add a line, whole or not at all: a full disk costs the record, not the training."""
-        with open(self.path, "ab", buffering=0) as file:
-            end = file.tell()
-            try:
+        problem = "no space left"
+        try:
+            with open(self.path, "ab", buffering=0) as file:
+                end = file.tell()
                 if file.write(line.encode()) == len(line.encode()):
                     return
-                problem = "no space left"
-            except OSError as error:
-                problem = error.strerror
-            file.truncate(end)
+                file.truncate(end)
+        except OSError as error:
+            problem = error.strerror
         print(f"WARNING: {self.path}: this record could not be written: {problem}", file=sys.stderr, flush=True)
 
     def drop_after(self, epoch):

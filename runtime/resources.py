@@ -73,7 +73,7 @@ def claim(folder):
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "w")
+        file = open(folder / ".lock", "a")  # nothing is emptied, should it be a link
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to: {error.strerror}") from None
     try:

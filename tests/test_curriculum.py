@@ -4,7 +4,7 @@ import torch
 
 from configs import ConfigError, load_config
 from configs.phases import CurriculumConfig
-from runtime.curriculum import START, after, seed_of_stage
+from runtime.curriculum import START, after, check, seed_of_stage
 from runtime.training import Progress
 from train_rl import judge_stage
 
@@ -74,6 +74,14 @@ def test_state_travels_in_the_checkpoint(tmp_path):
     [lock.close() for lock in first.locks]
     second = progress()
     assert second.resume() and second.counters["curriculum"] == state != START
+
+
+@pytest.mark.parametrize("stage", [2, -1, "1", None])
+def test_a_suite_that_has_lost_the_present_stage_is_refused(stage):
+    """Its episodes were of any variant, none of them was judged, and it never went on or back, without a word."""
+    check({**START, "stage": 1}, 2, "runs/x/phase2")
+    with pytest.raises(ConfigError, match=f"env.suite: the curriculum of runs/x/phase2 is at its element {stage!r}"):
+        check({**START, "stage": stage}, 2, "runs/x/phase2")
 
 
 def test_a_stage_that_nobody_leaves_may_only_be_the_last():

@@ -2,8 +2,6 @@
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -11,11 +9,9 @@ import pytest
 import torch
 from data_sets import make_data_set
 
-from configs import ConfigError, load_config
-from data.augment import AugmentedDataset
+from configs import ConfigError
 from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError, Shape
-from data.loading import StreamingDataset, make_loader, windows
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------
@@ -278,69 +274,3 @@ def test_unequal_gpus_share_each_global_batch_by_their_weights():
 def test_wrong_weights_are_refused(weights, world):
     with pytest.raises(ConfigError, match="phase1.loader.rank_weights"):
         sampler_of(100, 4, 0, world, weights=weights)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loader_reads_the_batches_of_the_sampler(made, workers):
-    options = load_config("configs/default.yaml", [f"phase1.loader.num_workers={workers}",
-                                                   "phase1.augment.time_shift=0"]).phase1
-    dataset, sampler = ChunkedDataset(made, "train"), BlockSampler([4, 3, 5, 2, 6], 4, 1, 2, seed=9)
-    loader = make_loader(AugmentedDataset(dataset, options.augment, 1), sampler, options.loader, False)
-    for sampler.epoch, sampler.done in ((0, 0), (1, 8)):  # persistent processes must see the change
-        read = [batch["moved"][:, 0, 0].tolist() for batch in loader]
-        assert read == [rows for _, rows in sampler] != []
-
-
-def test_message_of_a_reading_process_comes_without_its_traceback(made):
-    """With phase1.loader.num_workers above 0, as by default, it was the last of twenty lines."""
-    options = load_config("configs/default.yaml", ["phase1.loader.num_workers=1"]).phase1.loader
-    loader = make_loader(ChunkedDataset(made, "train"), [[8]], options, False)
-    (made / "chunk_002.npy").unlink()
-    with pytest.raises(DataError) as error:
-        list(loader)
-    assert str(error.value).startswith(f"{made}/chunk_002.npy: has vanished") and "\n" not in str(error.value)
-
-
-STOPPED_GROUP = """
-import os, signal, sys
-from configs import load_config
-from data.augment import AugmentedDataset
-from data.dataset import BlockSampler, ChunkedDataset
-from data.loading import make_loader
-from runtime.distributed import StopRequest
-stop, phase1 = StopRequest(), load_config("configs/default.yaml", ["phase1.augment.time_shift=0"]).phase1
-dataset, options = AugmentedDataset(ChunkedDataset(sys.argv[1], "train"), phase1.augment, 1), phase1.loader
-loader = make_loader(dataset, BlockSampler([4, 3, 5, 2, 6], 1, seed=9), options, False)
-for n, batch in enumerate(loader):
-    if n == 1:
-        os.killpg(0, signal.SIGTERM)
-print(n, options.num_workers, stop.asked)
-"""
-
-
-def test_sigterm_to_the_whole_group_leaves_the_reading_processes(made):
-    """torchrun stops its ranks' groups: the loader's processes died of it, and the rank of their death, unsaved."""
-    done = subprocess.run([sys.executable, "-c", STOPPED_GROUP, str(made)], capture_output=True, text=True, timeout=120,
-                          start_new_session=True)
-    assert done.returncode == 0 and done.stdout.split() == ["19", "2", "True"], done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("count, batch", [(12, 4), (12, 5), (3, 3)])
-def test_stream_gives_each_sequence_once_per_pass(count, batch):
-    sequences, per_pass = {"id": torch.arange(count), "double": 2 * torch.arange(count)[:, None]}, count // batch
-    stream = StreamingDataset(sequences, batch, 3, seed=4)
-    batches = list(stream)
-    assert len(batches) == len(stream) == 3 * per_pass
-    assert all(torch.equal(b["double"][:, 0], 2 * b["id"]) and len(b["id"]) == batch for b in batches)
-    order = [b["id"].tolist() for b in batches]
-    passes = [sum(order[p * per_pass:(p + 1) * per_pass], []) for p in range(3)]
-    assert all(len(set(rows)) == len(rows) == per_pass * batch and set(rows) <= set(range(count)) for rows in passes)
-    assert count == 3 or len({tuple(rows) for rows in passes}) == 3
-    assert [b["id"].tolist() for b in StreamingDataset(sequences, batch, 3, seed=4)] == order
-
-
-@pytest.mark.parametrize("drop_last, rest", [(True, []), (False, [[6, 7]])])
-def test_last_optimiser_step_of_an_epoch(drop_last, rest):
-    """With drop_last=false and accumulation the last samples of every epoch were read and not learned from."""
-    assert list(windows(range(8), 3, drop_last)) == [[0, 1, 2], [3, 4, 5], *rest]
-    assert list(windows(range(6), 3, drop_last)) == [[0, 1, 2], [3, 4, 5]]

@@ -250,6 +250,7 @@ ELSEWHERE = [
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
     ("collect: episode {job.episode}", "test_data.py"),
+    ("the curriculum of", "test_curriculum.py"), ("what they share lies in", "test_loading.py"),
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),
     ("a quotation mark is missing", "test_suite.py"),
     ("could not be kept", "test_imitation.py"), ("cannot be read: {error}; remove", "test_imitation.py"),
