@@ -7,6 +7,7 @@
 
 Each step is its own process, so memory and GPUs are free in between. The same command continues where it stopped.
 """
+import contextlib
 import hashlib
 import itertools
 import json
@@ -24,13 +25,14 @@ from configs.command_line import parse
 from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
 from env.launch import OUT_OF_THE_WAY
-from runtime.memory import PeakMemory, machine_memory, oom_kills
+from runtime.memory import PeakMemory, component, machine_memory, oom_kills, process_tree
 from runtime.resources import claim, share_of_workers, spin_briefly, usable_cores
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
 BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
+RANKS = ("train_ddp", "train_rl")
 INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
 MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
@@ -46,7 +48,15 @@ class Stop:
     def _handle(self, number, frame):
         self.at_once, self.asked = self.asked, True
         if self.child is not None and self.child.poll() is None:
-            self.child.send_signal(signal.SIGKILL if self.at_once else signal.SIGTERM)  # its children die with it
+            self._kill() if self.at_once else self.child.send_signal(signal.SIGTERM)
+
+    def _kill(self):
+        """The step dies and its children with it, but for ranks that have not come to say so yet."""
+        tree = process_tree(self.child.pid)
+        self.child.kill()
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError):
+                component(pid) in RANKS and os.kill(pid, signal.SIGKILL)
 
 
 def resource_plan(cfg):

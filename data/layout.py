@@ -21,7 +21,7 @@ import numpy as np
 from configs.files import whole
 from env.graph import EDGE, GLOBAL, NODE, SURROUND
 
-VERSION = 3
+VERSION = 4
 AGAIN = "remove it and run data.preprocess again"  # what repairs a damaged chunk
 FEATURES = {"nodes": NODE, "edges": EDGE, "surround": SURROUND, "globals": GLOBAL}  # stored as float16 or int8
 GRAPH = (*FEATURES, "neighbours", "usable")  # fields that only the T frames of history need

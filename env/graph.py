@@ -174,5 +174,6 @@ def in_line(scene):
     its own does (env.tails): such a one is farther away than the gap between them will be."""
     lead = scene["lead"]
     way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"]) if len(scene) else np.zeros(0)
-    along = np.maximum(scene["lead_gap"] + scene["length"][lead], 0.0)
-    return (lead < 0) | (way <= np.hypot(along, LANE_WIDTH))
+    along = scene["lead_gap"] + scene["length"][lead]  # SUMO's metres: those of an outer lane in a bend are longer
+    beside = np.hypot(np.maximum(along, 0.0), LANE_WIDTH)
+    return (lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH))

@@ -65,7 +65,8 @@ def taken_link(road, lane, edges):
     """Number of the link that SUMO's drivers take from a lane that forks, to go on over `edges`: to the lane that leads
     farthest without another change of lanes; else to the one nearest to such a lane; else the first."""
     links = np.flatnonzero(road.link_edge[lane] == edges[0])
-    ways = {int(one): straight_on(road, one, edges[1:]) for one in road.edge_lanes[edges[0]] if one >= 0}
+    known = {}
+    ways = {int(one): straight_on(road, one, edges[1:], known) for one in road.edge_lanes[edges[0]] if one >= 0}
     best = [one for one, way in ways.items() if way == max(ways.values())]
 
     def merit(link):
@@ -74,13 +75,17 @@ def taken_link(road, lane, edges):
     return max(links, key=merit)
 
 
-def straight_on(road, lane, edges, left=FAR_M):
-    """How far `lane` leads along the `edges` behind its own without a change of lanes, m; FAR_M to the route's end."""
+def straight_on(road, lane, edges, known, left=FAR_M):
+    """How far `lane` leads along the `edges` behind its own without a change of lanes, m; FAR_M to the route's end.
+    `known` keeps the answers: where every lane forks there are too many ways."""
     if not edges or left <= 0:
         return FAR_M
-    following = [behind_junction(road, one) for one in road.link_lane[lane][road.link_edge[lane] == edges[0]]]
-    rest = left - road.lane_length[lane]
-    return road.lane_length[lane] + max((straight_on(road, one, edges[1:], rest) for one in following), default=0.0)
+    if (key := (int(lane), len(edges), left)) not in known:
+        following = [behind_junction(road, one) for one in road.link_lane[lane][road.link_edge[lane] == edges[0]]]
+        rest = left - road.lane_length[lane]
+        known[key] = road.lane_length[lane] + max((straight_on(road, one, edges[1:], known, rest) for one in following),
+                                                  default=0.0)
+    return known[key]
 
 
 def behind_junction(road, lane):

@@ -69,7 +69,7 @@ class Road:
                        for side in (1, -1)}
         self.to_crossing, self.to_walked = self._way_to(self.crosses), self._way_to(self.walked)
         self.behind = np.isin(np.arange(len(lanes)), self.link_lane[self.crosses & self.internal])
-        self.fork = functools.cache(functools.partial(taken_link, self))
+        self.fork = functools.lru_cache(10_000)(functools.partial(taken_link, self))
         shut = self.closed[edge_lanes] & (edge_lanes >= 0)
         self.driving_number = number - (shut.cumsum(1) - shut)[edge_of, number]
 

@@ -159,7 +159,7 @@ CASES = [
      ["x.json", "metadata", "Unterminated", "remove it and run"]),
     ("not metadata of a data set of format",
      lambda t, m, r: described(t, "metadata.json", lambda d: {**d, "version": 1}),
-     ["metadata.json", "format 3", "data.preprocess"]),
+     ["metadata.json", "format 4", "data.preprocess"]),
     ("no finite mean and positive std of", lambda t, m, r: described(t, "statistics.json", lambda d: {}),
      ["statistics.json", "9 nodes", "data.preprocess"]),
     ("missing; run data.preprocess again", lambda t, m, r: chunk(t, lambda p, c, s: p.unlink()),

@@ -1,4 +1,6 @@
 """Lanes of users' networks: forks, persons on the road, solid lines, lanes for some kinds of vehicles only."""
+import time
+
 import numpy as np
 import pytest
 
@@ -87,6 +89,15 @@ def test_no_order_to_a_lane_that_one_may_not_enter(make, road, lane, kind):
         assert env.road.has_lane(env.road.lane_index["in_1"], 0)  # the line is solid from one side only
 
 
+def test_forks_behind_forks_are_quickly_decided():
+    """Without memory the ways over 12 edges of three lanes, each of which leads to all of the next, took 10 s."""
+    lanes = [(f"e{e}_{i}", 50, [(f"e{e + 1}_{j}", "") for j in range(3)] if e < 12 else []) for e in range(13)
+             for i in range(3)]
+    road, begin = Road(lanes), time.process_time()
+    assert road.fork(0, tuple(road.edge_index[f"e{e}"] for e in range(1, 13))) == 0
+    assert time.process_time() - begin < 1
+
+
 def test_who_is_on_a_crossing_with_its_tail_is_left_alone(make, grid):
     """Told to change lanes right behind a crossing, a truck swung its tail into the next stream."""
     flow = ('<vType id="truck" vClass="truck" length="12"/><flow id="f" type="truck" begin="0" end="100" period="6">'
@@ -112,6 +123,8 @@ def test_a_vehicle_on_another_lane_of_a_zipper_is_no_collision_to_come():
     scene["x"], scene["y"], scene["length"], scene["speed"] = [0, 3.8], [0, 3.8], 5.0, [10.0, 1.0]
     scene["lead"], scene["lead_gap"], scene["lead_speed"] = [1, -1], [-2.0, 200], [1.0, 40]
     assert not graph.in_line(scene)[0]
-    scene["y"] = 0.0
-    scene["lead_gap"][0] = -1.2  # nose to nose by 3.8 m, 5 m long
+    scene["x"][1], scene["lead_gap"][0] = 12.3, 6.8  # in a bend: 12.9 m along SUMO's lane
+    scene["y"][1] = 0.0
+    assert graph.in_line(scene)[0]
+    scene["x"][1], scene["lead_gap"][0] = 3.8, -1.2  # nose to nose by 3.8 m, 5 m long
     assert graph.in_line(scene)[0] and graph.conflicts(scene)[0]
