@@ -170,8 +170,8 @@ def parse_seeds(text):
     seeds = []
     try:
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            more = range(int(first), int(last or first) + 1)
+            first, dash, last = part.partition("-")
+            more = range(int(first), int(last if dash else first) + 1)
             if not more or more[-1] >= 2 ** 31 - 1 or len(more) > 100_000:
                 raise ValueError
             seeds += more

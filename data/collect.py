@@ -93,6 +93,8 @@ def run_episodes(cfg, jobs, folder, meanwhile):
             raise WorkerError("collect: one of its processes was killed; finished episodes are kept, the same command "
                               "continues") from None
         except BaseException:
+            for process in multiprocessing.active_children():  # else it would be waited for, to the end of its episode
+                process.kill()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

@@ -136,6 +136,24 @@ def test_killed_process_ends_the_collection(tmp_path, on_sigterm):
     assert not any(process.is_alive() for process in seen[0])
 
 
+def test_ctrl_c_ends_a_collection_and_not_only_its_output(tmp_path):
+    """It said "stopped", and went on to the end of all running episodes."""
+    folder = tmp_path / "set"
+    process = subprocess.Popen([sys.executable, "-m", "data.collect", "--config", "configs/quick.yaml",
+                                f"data.folder={folder}"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                               env={**os.environ, "COLLECTION_TEST": str(folder)}, start_new_session=True)
+    end = time.monotonic() + 60
+    while not list(folder.glob("raw/scenario/*/*.sumocfg")) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(3)  # the episodes, which take much longer than 10 s, run
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(10)
+    finally:
+        process.kill()
+    assert gone(str(folder).encode())
+
+
 def gone(mark):
     """Whether, within some seconds, no process has `mark` in its environment any more."""
     def living():

@@ -62,7 +62,7 @@ def test_one_seed_leaves_the_interval_open():
 
 def test_lists_of_seeds():
     assert parse_seeds("1001-1003,7") == [1001, 1002, 1003, 7]
-    for text in ("", "a", "3-1", "1,1", "1-2,2", "1.5", "5,7-6", "3000000000"):
+    for text in ("", "a", "3-1", "1,1", "1-2,2", "1.5", "5,7-6", "3000000000", "1-"):
         with pytest.raises(ConfigError, match="--seeds"):
             parse_seeds(text)
 
