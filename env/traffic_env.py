@@ -132,7 +132,7 @@ class TrafficEnv(gymnasium.Env):
         """(packed commands, cost of the step). Ignored are commands to empty slots, human drivers, a slot twice, and to
         whom `routes.left_alone` names: others count on their going on as they are."""
         e, commands, effort, seen, driven = self.env_cfg, [], 0.0, set(), {}
-        for slot, accel, lane, brake in zip(map(int, slots), accels, lanes, brakes):
+        for slot, accel, lane, brake in zip(map(int, slots), accels, lanes, brakes, strict=True):
             if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
                     or self.routes.left_alone(slot, self.lane_at[slot], self.length[slot], self.way[slot])):
                 continue
