@@ -54,9 +54,9 @@ class Stop:
         """The step dies and its children with it, but for ranks that have not come to say so yet."""
         tree = process_tree(self.child.pid)
         self.child.kill()
-        for pid in tree:
+        for pid in filter(lambda pid: component(pid) in RANKS, tree):
             with contextlib.suppress(ProcessLookupError):
-                component(pid) in RANKS and os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def resource_plan(cfg):

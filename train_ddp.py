@@ -279,9 +279,12 @@ def make_sequences(cfg, team, batch, multiplier):
     advantage, returns, cost_returns, price = advantages(cfg, team, batch, (icvs := icv.sum(-1)).T, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
-    before = by_env.pop("before").flatten(0, 1)
-    sequences = {name: value.unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
-                 for name, value in by_env.items()}
+    names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
+             "release", "pace", "log_prob", "advantage", "return", "cost_return", "price", "states", "target_valid",
+             "conflicts", "speed")
+    sequences = {name: by_env[name].unflatten(1, (steps // p.sequence_length, p.sequence_length)).flatten(0, 1)
+                 for name in names}
+    before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
     active, real = by_env["pick_valid"], ~by_env["lost"]  # lost steps say nothing about the policy
     episodes = (by_env["cost"] * icvs * real).sum(1) / (icvs * real).sum(1).clamp(min=1)

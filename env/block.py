@@ -86,7 +86,8 @@ class Environments:
     def _reset(self, index, seed, once):
         """Begin an episode; returns whether that failed, if it is tried `once`: then who asks counts failures."""
         gc.collect()  # workers do not collect in between
-        self.failures[index] *= not once
+        if once:
+            self.failures[index] = 0
         while True:
             try:
                 self._write(self.arrays, index, self.envs[index].reset(seed=seed)[0])

@@ -36,7 +36,7 @@ class Routes:
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
-    def left_alone(self, slot, lane, length=0.0, way=0.0):
+    def left_alone(self, slot, lane, length, way):
         """Whether commands to this slot, on this lane with `way` m to its end, are ignored: blue lights, drivers who
         overtake among the oncoming traffic, and in users' networks who is on a junction, be it with its tail (`length`
         m), which others count on its leaving soon: with a change of lanes the tail swings into their way."""

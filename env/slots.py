@@ -26,7 +26,8 @@ class Slots:
         return slots, fresh
 
     def forget(self, names):
-        """Who was teleported is somebody new: no memory, no way driven and no order goes along."""
+        """Free the slots of `names`. Who comes back, as after a teleport, is somebody new: no memory, no way driven and
+        no order goes along."""
         for name in names:
             if (slot := self.slot_of.pop(name, None)) is not None:
                 self.names[slot], self.icv[slot] = None, False

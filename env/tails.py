@@ -102,14 +102,20 @@ def meeting_lanes(internal, link_lane):
 def near_crossing(road, lane, scene):
     """Whether each vehicle of a SCENE array, on `lane` [N], is on a junction lane that crosses or meets another, or may
     be on one before it could stop."""
-    return road.crosses[lane] | (scene["lane_end"] + road.to_crossing[lane] < stopping_way(scene["speed"]))
+    return near(road.crosses, road.to_crossing, lane, scene)
 
 
-def unforeseen(road, lane, scene, events, overflow):
+def near(there, way, lane, scene):
+    """Whether each vehicle of a SCENE array, on `lane` [N], is on one of the lanes `there` [L], or may be before it
+    could stop; `way` [L]: metres from a lane's end to the next of them."""
+    return there[lane] | (scene["lane_end"] + way[lane] < stopping_way(scene["speed"]))
+
+
+def unforeseen(road, lane, scene, persons, overflow):
     """Whether each vehicle may meet, before it could stop, whom the shield does not know: who comes from the side, who
-    walks among the cars, or, as long as some do, who has no slot."""
-    persons = road.walked[lane] | (scene["lane_end"] + road.to_walked[lane] < stopping_way(scene["speed"]))
-    return (near_crossing(road, lane, scene) | persons & (events["stats.persons.running"] > 0) | (overflow > 0))
+    walks among the cars (if there are `persons`), or who has no slot (if there is an `overflow`)."""
+    unknown = near_crossing(road, lane, scene) | (overflow > 0)
+    return unknown | near(road.walked, road.to_walked, lane, scene) if persons else unknown
 
 
 def stopping_way(speed):

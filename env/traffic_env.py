@@ -193,11 +193,11 @@ class TrafficEnv(gymnasium.Env):
         moved, odometer = self.odometer.read(records["odometer"].astype(float), slots, fresh, way,
                                              self.road.oncoming[self.lane] | self.road.oncoming[before])
         g, surround, scene = self.cfg.graph, self._set_scene(records, slots, odometer), self.scene
-        self.allowed[slots] = records["allowed"]
-        self.speed[slots], self.length[slots] = scene["speed"], scene["length"]
         self.lane_at[slots], self.way[slots] = self.lane, scene["lane_end"]
+        self.speed[slots], self.length[slots], self.allowed[slots] = scene["speed"], scene["length"], records["allowed"]
         if self.cfg.shield.enabled:  # SUMO's check stays where it does not see who is to be met
-            self.checked[slots] = sumo.SAFE_SPEED * unforeseen(self.road, self.lane, scene, events, overflow)
+            persons = events["stats.persons.running"]
+            self.checked[slots] = sumo.SAFE_SPEED * unforeseen(self.road, self.lane, scene, persons, overflow)
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": events["stats.vehicles.waiting"], "departed": len(events["departed"]),
                   "arrived": self.totals.arrivals, "ocr": self.totals.ocr}

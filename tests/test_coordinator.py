@@ -12,6 +12,8 @@ import pytest
 
 import coordinator
 from configs import ConfigError
+from data.layout import only_writer
+from runtime.memory import process_tree
 from runtime.resources import claim
 
 ROOT = Path(coordinator.__file__).parent
@@ -155,7 +157,7 @@ def test_steps_follow_one_another_and_are_not_repeated(steps):
 
 
 def test_of_the_folders_set_aside_the_last_stay(steps, capsys):
-    """SPEC C9: each `--from-phase` left one more."""
+    """Each `--from-phase` left one more."""
     steps()
     for _ in range(3):
         steps("--from-phase", "3", "checkpoint.keep_last=2")
@@ -175,6 +177,33 @@ def test_second_signal_is_no_clean_stop(steps, capsys):
     assert "everything is saved" not in capsys.readouterr().out
     assert steps(stop_in="phase1", codes=[1])[0] == 1 and "everything is saved" not in capsys.readouterr().out
     assert steps(stop_in="phase1")[0] == 0 and "everything is saved" in capsys.readouterr().out
+
+
+def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
+    """A run folder of somebody else's destroyed the file to which its `.lock` led."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".lock").symlink_to("precious")
+    claim(tmp_path).close()
+    with only_writer(tmp_path):
+        assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_second_signal_ends_ranks_too_that_have_only_begun(tmp_path, ends_soon):
+    """Killed while its ranks still imported PyTorch, torchrun left them behind: they had not asked to die with it."""
+    (tmp_path / "train_ddp.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'train_ddp.py')!r}])"
+    before, stop = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], coordinator.Stop()
+    try:
+        stop.child = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, start_new_session=True)
+        assert stop.child.stdout.readline() == b"up\n"
+        tree, stop.asked = process_tree(stop.child.pid), True
+        signal.raise_signal(signal.SIGINT)
+        stop.child.wait(10)
+        assert len(tree) == 2 and stop.at_once and ends_soon(tree)
+    finally:
+        os.killpg(stop.child.pid, signal.SIGKILL) if Path(f"/proc/{tree[-1]}").exists() else None
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
+            signal.signal(number, handler)
 
 
 def test_stopped_repetition_is_continued_by_the_same_command(steps):

@@ -6,7 +6,7 @@ from configs import ConfigError, load_config
 from configs.phases import CurriculumConfig
 from runtime.curriculum import START, after, check, seed_of_stage
 from runtime.training import Progress
-from train_rl import judge_stage
+from train_rl import judge_stage, learner
 
 from test_ppo import ALONE
 
@@ -82,6 +82,17 @@ def test_a_suite_that_has_lost_the_present_stage_is_refused(stage):
     check({**START, "stage": 1}, 2, "runs/x/phase2")
     with pytest.raises(ConfigError, match=f"env.suite: the curriculum of runs/x/phase2 is at its element {stage!r}"):
         check({**START, "stage": stage}, 2, "runs/x/phase2")
+
+
+def test_the_learner_asks(tmp_path):
+    words = ["run.device=cpu", f"run.folder={tmp_path}", "phase2.curriculum.enabled=true"]
+    suites = [f"env.suite=[same, corridor.lanes=3{more}]" for more in (", corridor.ramps=1", "")]
+    progress, _ = learner(load_config("configs/smoke.yaml", [*words, suites[0]]), ALONE, tmp_path)
+    progress.counters["curriculum"] = {**START, "stage": 2}
+    progress.save()
+    [lock.close() for lock in progress.locks]
+    with pytest.raises(ConfigError, match="at its element 2.*of 2"):
+        learner(load_config("configs/smoke.yaml", [*words, suites[1]]), ALONE, tmp_path)
 
 
 def test_a_stage_that_nobody_leaves_may_only_be_the_last():

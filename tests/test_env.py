@@ -46,6 +46,15 @@ def test_action_space_maps_to_physical_units(make):
     assert info["cost"] == pytest.approx(np.abs(wanted).sum() / rows[-1][2]["icvs"])
 
 
+def test_commands_of_unequal_lengths_are_refused(make):
+    """They were cut to the shortest: of five accelerations for six slots the last vehicle had none, without a word."""
+    env = make(icv_share=1.0)
+    rows = episode(env, 2, 10)
+    slots = np.flatnonzero(rows[-1][0]["icv"])[:3]
+    with pytest.raises(ValueError, match="shorter"):
+        env.command(slots, [-1.0], [KEEP] * len(slots), [0.0] * len(slots))
+
+
 def test_same_seed_same_episode(make):
     env, rng = make(), np.random.default_rng
     first = episode(env, 7, 40, lambda o, r=rng(0): random_commands(env, o, r))

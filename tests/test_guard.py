@@ -112,7 +112,7 @@ def test_facts_are_in_the_vocabulary_and_add_up(guarded):
 
 
 def test_a_role_may_have_a_budget_of_its_own(monkeypatch):
-    """SPEC G2: the tightest one counts, and is named."""
+    """The tightest one counts, and is named."""
     monkeypatch.setattr(memory, "machine_memory", lambda: (1.0, 1e6))
     monkeypatch.setattr(memory, "cgroup_memory", list)
     processes = [(3000.0, "train_rl"), (100.0, "rollout worker"), (200.0, "rollout worker"), (900.0, "sumo"),

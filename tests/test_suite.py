@@ -115,8 +115,7 @@ def test_collection_combines_variants_with_controllers():
 def test_few_episodes_have_every_demand_and_both_splits_too(name):
     """Demands turned slowest: with configs/suite.yaml the highest one was never collected, and hardly a held-out split
     had all demands and controllers."""
-    path = f"{'benchmarks' if name == 'world_model' else 'configs'}/{name}.yaml"
-    cfg = load_config(path if Path(path).exists() else f"configs/{name}.yaml")
+    cfg = load_config(f"configs/{name}.yaml")
     plan, variants = episode_plan(cfg), len(cfg.env.suite)
     held_out = held_out_episodes(plan, cfg.data.held_out, variants)
     splits = [[plan[e] for e in held_out], [job for job in plan if job.episode not in held_out]]

@@ -226,6 +226,13 @@ def test_endless_overflow_stops_with_a_diagnosis():
     assert step == MOST_OVERFLOWS
 
 
+def test_a_record_whose_file_cannot_be_opened_is_a_warning(tmp_path, capsys):
+    """A disk without a free inode, or a process without a descriptor, ended the training before its checkpoint."""
+    (tmp_path / "file").touch()
+    Metrics(tmp_path / "file", 1).record(1, 2, loss=1.0)
+    assert "metrics.jsonl: this record could not be written" in capsys.readouterr().err
+
+
 # ---- profiles ------------------------------------------------------------------------------------------------------
 
 def test_a_profile_that_finds_no_room_is_a_warning(tmp_path, capsys):
@@ -237,7 +244,7 @@ def test_a_profile_that_finds_no_room_is_a_warning(tmp_path, capsys):
 
 
 def test_of_the_profiles_the_last_ten_stay(tmp_path, capsys):
-    """SPEC C9; and a trace that was removed by hand made the next one take another's name."""
+    """Each start left more; and a trace that was removed by hand made the next one take another's name."""
     trace = SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch(), key_averages=list)
     name = "profile_phase1_{}.json.gz"
     for number in (1, 2, *range(4, 13)):

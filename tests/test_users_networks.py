@@ -342,8 +342,8 @@ def test_who_is_on_a_junction_is_left_alone(make, grid):
         env = make(scenario=scenario, icv_share=1.0)
         env.reset(seed=1)
         crossing = np.flatnonzero(env.road.crosses & env.road.internal)
-        assert len(crossing) and all(bool(env.routes.left_alone(0, lane)) == ignored for lane in crossing)
-        assert not any(env.routes.left_alone(0, lane) for lane in np.flatnonzero(~env.road.internal))
+        assert len(crossing) and all(bool(env.routes.left_alone(0, lane, 5.0, 0.0)) == ignored for lane in crossing)
+        assert not any(env.routes.left_alone(0, lane, 5.0, 0.0) for lane in np.flatnonzero(~env.road.internal))
 
 
 def test_who_is_teleported_while_commanded_gets_its_checks_back(make, road):
