@@ -199,9 +199,9 @@ def sweep(text):
     """{what is added to the controllers' names: overrides} of --sweep KEY=A,B,C; without it, nothing is changed."""
     if not text:
         return {"": []}
-    key, _, values = text.partition("=")
-    if len(set(values.split(","))) < values.count(",") + 1:
-        raise ConfigError(f"command line: --sweep {text}: expected different values")
+    key, given, values = text.partition("=")
+    if not given or len(set(values.split(","))) < values.count(",") + 1:
+        raise ConfigError(f"command line: --sweep {text}: expected different values, as in KEY=A,B,C")
     return {f" {key.rpartition('.')[2]}={value}": [f"{key}={value}"] for value in values.split(",")}
 
 
@@ -236,7 +236,7 @@ def settings(options):
     controllers = options.controllers.split(",") if options.controllers is not None else cfg.evaluate.controllers
     wrong = [name for name in controllers if name not in CONTROLLERS]
     if wrong:
-        raise ConfigError(f"controllers: unknown {', '.join(wrong)}; expected some of {', '.join(CONTROLLERS)}")
+        raise ConfigError(f"controllers: unknown {str(wrong)[1:-1]}; expected some of {', '.join(CONTROLLERS)}")
     seeds, models = cfg.evaluate.seeds if options.seeds is None else parse_seeds(options.seeds), {}
     if "policy" in controllers:
         if state is None:

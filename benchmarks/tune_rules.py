@@ -18,7 +18,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from benchmarks.arguments import at_least, writable
+from benchmarks.arguments import at_least, positive, writable
 from benchmarks.report import executor, finish
 from configs import ConfigError
 from configs.command_line import parse
@@ -141,7 +141,7 @@ def add_options(parser):
     parser.add_argument("--finalists", type=at_least(1), default=6, help="of each kind so many play on (%(default)s)")
     parser.add_argument("--final-seeds", default="4-9", help="training seeds that decide (default: %(default)s)")
     parser.add_argument("--no-held-out", dest="held_out", action="store_false", help="leave out the held-out seeds")
-    parser.add_argument("--limit", type=float, help="also the best rule whose C_int is not above it")
+    parser.add_argument("--limit", type=positive, help="also the best rule whose C_int is not above it")
     parser.add_argument("--processes", type=at_least(1), default=usable_cores(), help="(default: %(default)s)")
     parser.add_argument("--json", type=writable, default="rules.json", help="where the result goes")
 

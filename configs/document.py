@@ -46,7 +46,8 @@ def _key(text, meta, indent):
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        sys.exit("usage: python -m configs.document (no arguments)")
+        print("usage: python -m configs.document (no arguments)", file=sys.stderr)
+        sys.exit(2)
     path = Path(__file__).with_name("default.yaml")
     path.write_text(default_yaml(), encoding="utf-8")
     print(f"written: {path}")

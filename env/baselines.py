@@ -148,10 +148,21 @@ def make_baseline(name, cfg):
     class it is a new instance; one that takes an `interval` is given the control interval, s."""
     rule, numbers = BASELINES[name], dict(vars(getattr(cfg.baselines, name))) if hasattr(cfg.baselines, name) else {}
     if not inspect.isclass(rule):
-        return functools.partial(rule, **numbers)
+        return functools.partial(_answer, name, rule, **numbers)
     if "interval" in inspect.signature(rule).parameters:
         numbers["interval"] = cfg.env.control_interval
-    return rule(**numbers)
+    return functools.partial(_answer, name, rule(**numbers))
+
+
+def _answer(name, rule, observation, k, rng, **numbers):
+    """What a rule returns, as arrays; ValueError names one that does not keep to the interface."""
+    found = rule(observation, k, rng, **numbers)
+    arrays = tuple(map(np.asarray, found)) if isinstance(found, (tuple, list)) else ()
+    if [array.shape for array in arrays] != [(k,)] * 4:
+        shapes = [array.shape for array in arrays] or type(found).__name__
+        raise ValueError(f"rule {name!r}: expected (slot, accel, lane, brake), each of length {k}, found {shapes}; "
+                         "env.baselines.commands makes it of a list of slots")
+    return arrays
 
 
 def _following(observation):

@@ -49,7 +49,7 @@ def build_report(folder):
     folder = Path(folder)
     tracks, scores, shield = (folder / f"evaluation.{kind}" for kind in ("tracks.npz", "json", "shield.csv"))
     records, state = folder / "metrics.jsonl", folder / "state.json"
-    if not any(path.exists() for path in (tracks, scores, records, state)):
+    if not any(path.exists() for path in (tracks, scores, records)):
         raise DamagedFile(f"{folder}: no results there; name the folder of a run, for example runs/quick")
     result = blame(scores, lambda: json.loads(scores.read_bytes())) if scores.exists() else None
     scored = blame(scores, lambda: (headline(result), score_section(result))) if scores.exists() else ([], [])

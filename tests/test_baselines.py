@@ -1,5 +1,6 @@
 """env/baselines.py: every rule against the same equation written for one vehicle, its numbers, its memory, and K."""
 import math
+import re
 
 import numpy as np
 import pytest
@@ -52,6 +53,21 @@ def sent(commands, n=N):
 def rule(name, *overrides):
     cfg = load_config("configs/default.yaml", overrides)
     return make_baseline(name, cfg)
+
+
+@pytest.mark.parametrize("found, told", [
+    (None, "NoneType"), (([1], [0.5], [1], [0.0]), "(1,), (1,), (1,), (1,)"),
+    (([1] * 5, [0.5], [1] * 5, [0] * 5), "(5,), (1,), (5,), (5,)"),
+    (([1] * 5, [0.5] * 5, [1] * 5), "(5,), (5,), (5,)]")])
+def test_a_rule_that_returns_something_else_is_named(monkeypatch, found, told):
+    """What it told beyond K was carried out and recorded, what it forgot was left out; evaluation ended in a traceback
+    of numpy's. Lists are as good as arrays."""
+    monkeypatch.setitem(BASELINES, "mine", lambda observation, k, rng: found)
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        make_baseline("mine", Config())(traffic(0), 5, None)
+    assert "rule 'mine': expected (slot, accel, lane, brake), each of length 5, found" in str(error.value)
+    monkeypatch.setitem(BASELINES, "mine", lambda observation, k, rng: [[0] * k] * 4)
+    assert [part.tolist() for part in make_baseline("mine", Config())(traffic(0), 5, None)] == [[0] * 5] * 4
 
 
 def test_names_are_those_of_the_configuration():
@@ -199,8 +215,9 @@ class WithoutInterval(Remembering):
 def test_a_class_is_one_instance_for_each_episode(monkeypatch, kind, interval):
     """Only `pi_saturation` was made an instance: another class of one's own was called as if it were a function."""
     monkeypatch.setitem(BASELINES, "mine", kind)
-    one, other = rule("mine", "env.control_interval=0.5"), rule("mine", "env.control_interval=0.5")
+    one, other = [rule("mine", "env.control_interval=0.5") for _ in range(2)]
     one(traffic(0), 4, None)
+    one, other = one.args[1], other.args[1]
     assert (one.interval, one.asked, other.asked) == (interval, 1, 0)
 
 

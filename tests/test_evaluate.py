@@ -198,6 +198,8 @@ def test_sweep_names_its_rows_and_wants_different_values():
     """The same value twice was simulated twice."""
     with pytest.raises(ConfigError, match="expected different values"):
         sweep("env.icv_share=0.1,0.5,0.1")
+    with pytest.raises(ConfigError, match="--sweep env.icv_share: expected .* KEY=A,B,C"):
+        sweep("env.icv_share")
     assert sweep(None) == {"": []}
     assert sweep("env.icv_share=0.1,0.5") == {" icv_share=0.1": ["env.icv_share=0.1"],
                                               " icv_share=0.5": ["env.icv_share=0.5"]}

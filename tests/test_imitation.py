@@ -127,7 +127,7 @@ def test_each_variant_may_have_its_own_rule():
         "phase2.imitate=idm", "env.suite=['env.scenario=ring baselines.idm.headway=3', "
                               "'env.scenario=merge phase2.imitate=follower_stopper']"])
     rules = [train_rl.imitated(cfg, seed) for seed in (4, 5)]
-    assert [rule.func for rule in rules] == [BASELINES["idm"], BASELINES["follower_stopper"]]
+    assert [rule.args[1] for rule in rules] == [BASELINES["idm"], BASELINES["follower_stopper"]]
     assert rules[0].keywords["headway"] == 3
 
 

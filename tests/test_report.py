@@ -177,6 +177,10 @@ def test_report_shows_everything_and_escapes_it(run):
 def test_parts_without_files_are_left_out(run, tmp_path):
     with pytest.raises(DamagedFile, match="no results there"):  # it wrote a report of nothing but versions
         build_report(tmp_path)
+    shutil.copy(run.folder / "state.json", tmp_path)  # all there is after `--only report` with a mistyped name
+    with pytest.raises(DamagedFile, match="no results there"):
+        build_report(tmp_path)
+    (tmp_path / "state.json").unlink()
     shutil.copy(run.folder / "evaluation.json", tmp_path)
     assert re.findall("<h2>(.*?)</h2>", build_report(tmp_path).read_text()) == ["Scores", "How it was made"]
 
