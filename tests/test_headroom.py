@@ -172,8 +172,8 @@ def test_ctrl_c_ends_it_at_once():
                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         assert "seed 3 rule: return" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-        assert "interrupted" in process.stderr.read()
+        told, error = process.communicate(timeout=240)  # the queue would take longer than that
+        assert process.returncode == 130 and "interrupted" in error and told.count("seed") < 10
 
 
 @pytest.mark.parametrize("arguments, told", [

@@ -25,12 +25,12 @@ def test_report(tmp_path):
     """It ended with a UnicodeEncodeError and left an empty page."""
     folder = tmp_path / "Zoë"
     folder.mkdir()
-    (folder / "state.json").write_text('{"command": "-", "steps": {}}')
+    (folder / "metrics.jsonl").write_text('{"phase": 1, "step": 1, "loss_held_out": 0.5}\n')
     (folder / "config.yaml").write_text("run: {name: Zoë}  # ±", encoding="utf-8")
     assert "report.html" in python(tmp_path, "-m", "runtime.report", "Zoë")
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "<h1>Zoë</h1>" in page and "Zoë}  # ±" in page and page.endswith("</html>")
-    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "report.html", "state.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "report.html"]
 
 
 def test_simulator(tmp_path):
