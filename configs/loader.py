@@ -32,14 +32,14 @@ class ConfigError(Exception):
 
 def load_config(path="configs/default.yaml", overrides=(), source=None):
     """Config from a YAML file (with its bases) and `section.key=value` overrides; `path` may also be a tree as
-    `to_dict` gives it, then `source` names where it comes from.
+    `to_dict` gives it, then `source` names where it comes from. A single override needs no list.
 
     Raises ConfigError listing every mistake as file, dotted key, value, expected type and closest valid key.
     """
     config, errors = Config(), []
     for name, tree in [(source, path)] if isinstance(path, dict) else layers(Path(path)):
         _merge(config, tree, name, "", errors)
-    for text in overrides:
+    for text in [overrides] if isinstance(overrides, str) else overrides:
         _merge(config, override_tree(text, "command line", errors), "command line", "", errors)
     errors = errors or [f"{source or path}: {text}" for text in (*cross_checks(config), *_suite_checks(config))]
     if errors:

@@ -5,6 +5,7 @@
 
 Needs matplotlib and pillow (extra `viz`).
 """
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -105,15 +106,18 @@ def draw_time_space(tracks, path, say=print):
 
 
 def main():
-    if len(sys.argv) not in (3, 4) or len(sys.argv) == 4 and sys.argv[2].endswith(".png"):
-        print("usage: python -m runtime.animation TRACKS.npz FILE.gif [CONTROLLER], or TRACKS.npz FILE.png of all",
-              file=sys.stderr)
-        return 2
-    check(sys.argv[2], (".gif", ".png"))
-    if sys.argv[2].endswith(".gif"):
-        draw(*sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m runtime.animation", description="Draw what evaluate.py recorded.")
+    parser.add_argument("tracks", metavar="TRACKS.npz", help="from evaluate.py --tracks")
+    parser.add_argument("picture", metavar="FILE.gif", help="an animation; FILE.png: time-space diagrams of all")
+    parser.add_argument("controller", nargs="?", help="whose traffic the animation shows (default: the last one)")
+    options = parser.parse_args()
+    check(options.picture, (".gif", ".png"))
+    if options.picture.endswith(".gif"):
+        draw(options.tracks, options.picture, options.controller)
+    elif options.controller:
+        parser.error(f"{options.picture}: the diagrams show all controllers; only an animation shows one")
     else:
-        draw_time_space(*sys.argv[1:3])
+        draw_time_space(options.tracks, options.picture)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m runtime.report runs/quick
 """
+import argparse
 import html
 import json
 import math
@@ -192,10 +193,9 @@ def origin_section(folder, result):
 
 
 def main():
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        print("usage: python -m runtime.report RUN_FOLDER (an existing folder)", file=sys.stderr)
-        return 2
-    print(f"report: {build_report(sys.argv[1])}")
+    parser = argparse.ArgumentParser(prog="python -m runtime.report", description="Write the report.html of a run.")
+    parser.add_argument("folder", metavar="RUN_FOLDER", help="for example runs/quick")
+    print(f"report: {build_report(parser.parse_args().folder)}")
     return 0
 
 

@@ -198,7 +198,7 @@ def test_second_signal_ends_ranks_too_that_have_only_begun(tmp_path, ends_soon):
         assert stop.child.stdout.readline() == b"up\n"
         tree, stop.asked = process_tree(stop.child.pid), True
         signal.raise_signal(signal.SIGINT)
-        stop.child.wait(10)
+        stop.child.wait(60)
         assert len(tree) == 2 and stop.at_once and ends_soon(tree)
     finally:
         os.killpg(stop.child.pid, signal.SIGKILL) if Path(f"/proc/{tree[-1]}").exists() else None
@@ -259,5 +259,5 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(script, tmp_path):
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[1] == b""
+        assert process.communicate(timeout=55)[1] == b""
     assert process.returncode == -signal.SIGINT

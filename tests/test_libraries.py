@@ -20,6 +20,11 @@ def settings(*overrides):
                                               "phase2.fragment_length=10", *overrides])
 
 
+def test_a_single_override_needs_no_list():
+    """Each letter of it was a wrong override."""
+    assert load_config("configs/smoke.yaml", "env.horizon_s=20").env.horizon_s == 20
+
+
 # ---- gymnasium ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", IDS)

@@ -309,6 +309,17 @@ def test_animation_that_cannot_be_is_refused_before_anything_starts(tmp_path, mo
         animation.check(tmp_path / "drive.gif")
 
 
+@pytest.mark.parametrize("module, words, code, told", [
+    (report, ["--help"], 0, "RUN_FOLDER"), (report, [], 2, "required: RUN_FOLDER"), (animation, ["--help"], 0, "FILE.gif"),
+    (animation, ["a.npz", "b.png", "policy"], 2, "the diagrams show all controllers")])
+def test_help_and_wrong_words(module, words, code, told, monkeypatch, capsys):
+    """`--help` ended with 2, like a mistake."""
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == code and told in "".join(capsys.readouterr())
+
+
 def test_live_view_starts_the_window_with_the_same_episode(make, monkeypatch):
     started = []
     dies = lambda command, stderr: started.append(command) or subprocess.Popen(["true"])  # noqa: E731
