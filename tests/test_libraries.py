@@ -22,7 +22,7 @@ def settings(*overrides):
 
 def test_a_single_override_needs_no_list():
     """Each letter of it was a wrong override."""
-    assert load_config("configs/smoke.yaml", "env.horizon_s=20").env.horizon_s == 20
+    assert load_config("configs/smoke.yaml", "env.horizon_s=70").env.horizon_s == 70
 
 
 # ---- gymnasium ---------------------------------------------------------------------------------------------------

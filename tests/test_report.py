@@ -310,7 +310,8 @@ def test_animation_that_cannot_be_is_refused_before_anything_starts(tmp_path, mo
 
 
 @pytest.mark.parametrize("module, words, code, told", [
-    (report, ["--help"], 0, "RUN_FOLDER"), (report, [], 2, "required: RUN_FOLDER"), (animation, ["--help"], 0, "FILE.gif"),
+    (report, ["--help"], 0, "RUN_FOLDER"), (report, [], 2, "required: RUN_FOLDER"),
+    (animation, ["--help"], 0, "FILE.gif"),
     (animation, ["a.npz", "b.png", "policy"], 2, "the diagrams show all controllers")])
 def test_help_and_wrong_words(module, words, code, told, monkeypatch, capsys):
     """`--help` ended with 2, like a mistake."""
