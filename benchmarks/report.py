@@ -57,6 +57,7 @@ def executor(processes):
 
 def _begin(parent):
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says it, and ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also where the parent ignores it
     die_with_parent(parent)
 
 
