@@ -36,7 +36,7 @@ def oncoming_lanes(network):
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
 TRUE = ("1", "yes", "true", "on", "x", "t")  # as SUMO reads it
 FAR_M = 1000.0  # how far drivers look along their route when they choose a lane of a fork
-LONGEST_STEP_S = 0.5  # SUMO's step for which the shield alone prevents collisions; at 1 s some touch a leader who stops
+LONGEST_STEP_S = 0.2  # SUMO's step for which the shield alone prevents collisions; at 0.25 s some touch who stops
 
 
 def special_lanes(client):

@@ -1,9 +1,11 @@
 """Where vehicles are going. A route is asked once: a vehicle that SUMO sends another way gets another route id, which
 may be one that it has had before, on another way."""
 import functools
+import math
 
 import numpy as np
 
+from env.spaces import MAX_BRAKE
 from env.sumo import SAFE_SPEED
 
 # Bits of SUMO's speed mode. With a stop ahead, however far, SUMO ignores commands without regard for the maximum
@@ -21,18 +23,20 @@ class Routes:
     end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
     (asked in users' scenarios), and for everybody where it is asked less often than it was proven for; alone: who has
     blue lights, with which SUMO drives as commands do not foresee, or a headway shorter than the time between two
-    decisions, whom SUMO's check too lets collide once commands have brought him close; kind: SUMO's vehicle class."""
+    decisions, whom SUMO's check too lets collide once commands have brought him close; kind: SUMO's vehicle class;
+    hardest: the strongest braking that a command may ask for, m/s^2: SUMO would brake harder than the vehicle could."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
         self.step = e.step_length if e.scenario.endswith(".sumocfg") else None  # built-in vehicles have no such habits
-        self.least_gap = cfg.shield.min_gap_m - SPARE_M
+        self.least_gap, self.own_decel = cfg.shield.min_gap_m - SPARE_M, cfg.shield.own_decel
         driver = getattr(getattr(cfg, e.scenario, None), "driver", cfg.driver)  # of a built-in scenario
         odd = not self.step and self._odd(0.0, getattr(driver, "min_gap_m", 0.0), driver.tau)
         self.always = SAFE_SPEED * (cfg.shield.enabled and (odd or e.control_interval > LONGEST_S))
         self.checks, self.alone = np.full(slots, self.always), np.zeros(slots, bool)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot, self.kind = [None] * slots, ["passenger"] * slots  # route ids, vehicle classes
+        self.hardest = np.full(slots, MAX_BRAKE)
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
@@ -49,28 +53,30 @@ class Routes:
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
         habits of ICVs that are `fresh` [N] or sent another way, perhaps to a stop: only who is commanded matters."""
         changed = [i for i, (slot, new, route) in enumerate(zip(slots.tolist(), fresh.tolist(), routes))
-                   if new or self.of_slot[slot] != route]
+                   if new or self.of_slot[slot] != route or REUSED in route]  # perhaps left and taken again meanwhile
         unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
         for i in changed:
-            slot = slots[i]
-            self.of_slot[slot] = routes[i]
-            self.start[slot], self.metres[slot], self.on_edges[slot] = self.known[routes[i]]
-            if self.step and icv[i]:
+            slot, way = slots[i], self.known[routes[i]]
+            other = fresh[i] or (self.of_slot[slot], self.start[slot]) != (routes[i], way[0])
+            self.of_slot[slot], (self.start[slot], self.metres[slot], self.on_edges[slot]) = routes[i], way
+            if self.step and icv[i] and (other or self.kind[slot] == "taxi"):  # that has its stops from others
                 self._ask(simulator, ids[i], slot, self.always if fresh[i] else self.checks[slot])
 
     def _ask(self, simulator, name, slot, checks):
-        stops, lights, acts_every, min_gap, tau, boldness, self.kind[slot] = simulator.habits(name)
-        odd = self._odd(acts_every, min_gap, tau, boldness)
+        stops, lights, acts_every, min_gap, tau, boldness, self.kind[slot], *brakes = simulator.habits(name)
+        odd = self._odd(acts_every, min_gap, tau, boldness, *brakes)
+        self.hardest[slot] = min(brakes[-1], MAX_BRAKE)
         self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
         self.alone[slot] = lights or tau < acts_every - 1e-6
 
-    def _odd(self, acts_every, min_gap, tau, boldness=1.0):
+    def _odd(self, acts_every, min_gap, tau, boldness=1.0, decel=0.0, hardest=math.inf):
         """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late; who
-        changes lanes boldly, unasked too, counts on braking hard at once."""
+        changes lanes boldly, unasked too, counts on braking hard at once; who brakes worse than the shield reckons
+        comes too close, and who brakes harder does so on his own account."""
         return (acts_every > (self.step or 0) + 1e-6 or min_gap > self.least_gap + 1e-6 or tau < SHORTEST_S - 1e-6
-                or boldness > 1 + 1e-6)
+                or boldness > 1 + 1e-6 or not decel - 1e-6 < self.own_decel < hardest + 1e-6)
 
     def _place(self, edges):
         """(place in `flat`, metres, metres on edges) of a sequence of edges; several route ids may share one."""

@@ -42,7 +42,7 @@ class Questions:
     def habits(self, name):
         """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
         at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive);
-        its kind (vClass)."""
+        its kind (vClass); how hard it brakes, m/s^2, and at most, in an emergency."""
         return self._ask(self._habits, name.decode())
 
     def _habits(self, name):
@@ -51,7 +51,7 @@ class Questions:
             boldness = float(vehicle.getParameter(name, "laneChangeModel.lcAssertive"))
         return (len(vehicle.getStops(name, 1)) > 0, vehicle.getParameter(name, "has.bluelight.device") == "true",
                 vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness,
-                vehicle.getVehicleClass(name))
+                vehicle.getVehicleClass(name), vehicle.getDecel(name), vehicle.getEmergencyDecel(name))
 
     def time(self):
         """Simulated time, s."""

@@ -136,10 +136,11 @@ class TrafficEnv(gymnasium.Env):
             if (not 0 <= slot < e.max_vehicles or not self.slots.icv[slot] or slot in seen
                     or self.routes.left_alone(slot, self.lane_at[slot], self.length[slot], self.way[slot])):
                 continue
-            seen.add(slot)
             name = self.slots.names[slot]
+            seen.add(slot)
             if brake > 0 or not np.isnan(accel):
-                accel = -min(float(brake), MAX_BRAKE) if brake > 0 else float(np.clip(accel, ACCEL_LOW, ACCEL_HIGH))
+                wanted = -brake if brake > 0 else max(accel, ACCEL_LOW)
+                accel = float(np.clip(wanted, -self.routes.hardest[slot], ACCEL_HIGH))
                 driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.checks[slot])
                 if self.driven.get(name) != driven[name]:
                     commands.append(sumo.SetModes(name, driven[name], e.lane_change_mode))
@@ -151,9 +152,8 @@ class TrafficEnv(gymnasium.Env):
             if side and self._may_move(slot, target):
                 commands.append(sumo.ChangeLane(name, target, e.lane_change_hold_s))
                 effort += LANE_CHANGE
-        for name in sorted(self.driven.keys() - driven):  # without SAFE_SPEED its driver would ignore speed limits too
-            if name in self.present:
-                commands.append(sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES))
+        commands += [sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES)  # or its driver ignores speed limits
+                     for name in sorted(self.driven.keys() - driven) if name in self.present]
         self.driven = {**{name: mode for name, mode in self.driven.items() if name not in self.present}, **driven}
         self.totals.intervention(effort, len(seen))
         return commands, effort / max(int(self.slots.icv.sum()), 1)

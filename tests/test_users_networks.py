@@ -119,20 +119,27 @@ def test_where_drivers_overtake_among_the_oncoming_traffic_nobody_is_commanded(m
 
 
 HABITS = {"slow": ('actionStepLength="1"', 1), "wide": ('minGap="4"', 1), "close": ('tau="0.5"', 1), "quick": ("", 0),
-          "bold": ('lcAssertive="2"', 1), "old": ('laneChangeModel="DK2008"', 0)}
+          "bold": ('lcAssertive="2"', 1), "old": ('laneChangeModel="DK2008"', 0),
+          "weak": ('emergencyDecel="4"', 1), "fierce": ('decel="10"', 1)}
 
 
 def test_habits_that_the_shield_does_not_know_keep_the_safe_speed(make, grid):
     """A command reaches who acts seldom too late; with a minGap of 3.5 m there were 49 collisions in 6,181
     vehicle-steps of random commands, with a tau of 0.5 s 3 in 9,738. With an lcAssertive of 2, where lanes end, 5 in
-    114,974: it changed lanes into half the gap that it would need without SUMO's check."""
+    114,974: it changed lanes into half the gap that it would need without SUMO's check. With an emergencyDecel of
+    4 m/s^2 12 in two minutes; commands braked harder than that too."""
     types = "".join(f'<vType id="{kind}" {text}/>' for kind, (text, _) in HABITS.items())
     flows = "".join(f'<vehicle id="{kind}" type="{kind}" depart="{i * 2}"><route edges="A0B0 B0C0"/></vehicle>'
                     for i, kind in enumerate(HABITS))
     env = make(scenario=grid(types + flows), icv_share=1.0)
-    episode(env, 1, 12)
+    episode(env, 1, 16)
     found = {kind: env.routes.checks[env.slots.slot_of[kind.encode()]] for kind in HABITS}
     assert found == {kind: bit for kind, (_, bit) in HABITS.items()}
+    hardest = {kind: env.routes.hardest[env.slots.slot_of[kind.encode()]] for kind in ("quick", "weak", "fierce")}
+    assert hardest == {"quick": 9, "weak": 4, "fierce": 9}
+    slot = env.slots.slot_of[b"weak"]
+    cost = env.command([slot], [0.0], [1], [9.0])[-1]["cost"]
+    assert cost == pytest.approx(4 / len(HABITS))
 
 
 @pytest.mark.parametrize("changes, bit", [({}, 0), ({"tau": 0.5}, 1), ({"tau": 0.6}, 0)])
@@ -328,9 +335,9 @@ def test_where_the_shield_is_unsure_sumos_check_stays_on(make, road, option, uns
     assert crosses.all() if unsure == "all" else names == unsure
 
 
-@pytest.mark.parametrize("step, every", [(0.5, False), (1.0, True)])
+@pytest.mark.parametrize("step, every", [(0.2, False), (0.25, True), (1.0, True)])
 def test_long_steps_keep_sumos_check_everywhere(make, road, step, every):
-    """With steps of 1 s ICVs touched a leader who had stopped."""
+    """With steps of 1 s ICVs touched a leader who had stopped, and with 0.25 s too."""
     env = make(scenario=road(*MERGING, FLOW.format("f", 0, 30)), step_length=step)
     env.reset(seed=1)
     assert env.road.crosses.all() == every

@@ -196,3 +196,20 @@ def test_who_drives_beside_on_a_junction_is_no_collision_to_come(drive):
         least = min(least, graph.time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])[
             led & ~beside].min(initial=np.inf))
     assert env.totals.min_ttc >= least > 0
+
+
+def test_name_of_a_route_that_comes_back_within_a_step_is_another_way(make, grid):
+    """A dispatcher sends a taxi twice in a step: SUMO had the old name for the new way, and the environment read
+    another vehicle's route, or beyond the last one (an IndexError)."""
+    env = make(scenario=grid('<vehicle id="a" depart="0"><route edges="A0B0 B0B1"/></vehicle>'), icv_share=1.0)
+    episode(env, 1, 3)
+    vehicle, names = env.simulator.client.vehicle, []
+    for ways in ([["A0B0", "B0C0"]], [["A0B0", "B0B1"], ["A0B0", "B0B1", "B1B2", "B2C2"]]):
+        for way in ways:
+            vehicle.setRoute("a", way)
+        vehicle.setStop("a", ways[-1][-1], 80.0) if len(ways) > 1 else None
+        env.command([], [], [], [])
+        names.append(env.routes.of_slot[0])
+        begin = env.routes.start[0]
+        assert env.routes.flat[begin:begin + len(way)].tolist() == [env.road.edge_index[edge] for edge in way]
+    assert names[0] == names[1] and env.routes.checks[0] == 5
