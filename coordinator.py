@@ -26,7 +26,7 @@ from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
 from env.launch import OUT_OF_THE_WAY
 from runtime.memory import PeakMemory, component, machine_memory, oom_kills, process_tree
-from runtime.resources import claim, share_of_workers, spin_briefly, usable_cores
+from runtime.resources import claim, share_of_workers, spin_briefly, stop_signals, usable_cores
 from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
@@ -38,14 +38,17 @@ MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
 class Stop:
-    """Passes SIGINT and SIGTERM on to the running step, once, as SIGTERM; a second one kills it."""
+    """Passes `stop_signals` on to the running step, once, as SIGTERM; a second one kills it, but for SIGHUP, of which a
+    closing terminal may send several."""
 
     def __init__(self):
         self.asked, self.at_once, self.child = False, False, None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
+        if number == signal.SIGHUP and self.asked:
+            return
         self.at_once, self.asked = self.asked, True
         if self.child is not None and self.child.poll() is None:
             self._kill() if self.at_once else self.child.send_signal(signal.SIGTERM)

@@ -1,7 +1,8 @@
 """The command line that all scripts share: --config FILE and section.key=value."""
 import argparse
+import tempfile
 
-from configs.loader import load_config
+from configs.loader import ConfigError, load_config
 
 
 def parse(doc, arguments=None, add=None, load=True):
@@ -17,6 +18,10 @@ def parse(doc, arguments=None, add=None, load=True):
         add(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the configuration")
     options = parser.parse_intermixed_args(arguments)  # overrides may stand between options
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.strerror}: make room, or let TMPDIR name a folder that has some") from None
     options.config_file = options.config
     options.config = load_config(options.config_file, options.overrides) if load else None
     return options

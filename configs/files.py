@@ -20,16 +20,25 @@ def whole(path):
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with may_write(path):
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):  # gone, or the disk may only be read
+            temporary.unlink()
+
+
+@contextlib.contextmanager
+def may_write(path):
+    """WriteError, which names `path`, for what keeps from writing in this block."""
+    try:
+        yield
     except OSError as error:
         way = "name another place" if error.errno in PLACE else "make room, the same command continues"
         raise WriteError(f"{path}: could not be written: {error.strerror or error}; {way}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_whole(path, text):

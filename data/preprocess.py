@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from configs import ConfigError, WriteError, console
-from configs.files import file_hash, write_whole
+from configs.files import file_hash, may_write, write_whole
 from data.layout import FEATURES, VERSION, DataError, Shape, only_writer, read_description, read_json, write_array
 from data.location import make_room, mark_used
 from data.records import build_record
@@ -60,7 +60,8 @@ def is_complete(out):
 def build(cfg, meta, out, report, meanwhile):
     """Write all files of a processed data set that are not there yet."""
     raw, shape = Path(cfg.data.folder) / "raw", Shape.of(cfg)
-    out.mkdir(parents=True, exist_ok=True)
+    with may_write(out):
+        out.mkdir(parents=True, exist_ok=True)
     plan = destinations(meta, cfg.data.samples_per_chunk, traffic_seed(cfg))
     _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile)
     ranges = _ranges(out, plan) if shape.storage == "int8" else None

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from configs.files import file_hash, write_whole
+from configs.files import file_hash, may_write, write_whole
 from data.layout import VERSION, DataError, read_json
 from env import graph
 from env.scenarios import options_of, path_of
@@ -100,7 +100,8 @@ def check_settings(path, settings, remedy):
     if not path.exists():
         if any(path.parent.glob("chunk_*")):
             raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with may_write(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(settings, indent=1))
         return
     old = read_json(path, "the settings of this data set")

@@ -59,8 +59,9 @@ def save(folder, step, state, keep_last=3, best=False):
             write_whole(folder / "best", final.name)
     except (OSError, RuntimeError, WriteError) as error:  # torch reports a full disk as RuntimeError
         why = getattr(error.__cause__ or error.__context__ or error, "strerror", None) or str(error).split("\n")[0]
-        free = shutil.disk_usage(folder).free >> 20
-        raise SaveError(f"{final}: could not be saved ({why}; {free} MB free)") from error
+        with contextlib.suppress(OSError):  # the disk may be gone
+            why += f"; {shutil.disk_usage(folder).free >> 20} MB free"
+        raise SaveError(f"{final}: could not be saved ({why})") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     _prune(folder, keep_last, final)

@@ -1,4 +1,5 @@
 """The same names with and without torchrun: who am I, how many are we, and decisions that all ranks take together."""
+import contextlib
 import inspect
 import os
 import signal
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configs import ConfigError
 from configs.console import say
 from runtime.precision import set_numerics
-from runtime.resources import threads_per_process
+from runtime.resources import stop_signals, threads_per_process
 
 
 @dataclass
@@ -113,7 +114,7 @@ def start_team(run, ddp, rollout_workers=0):
             name, _, value = setting.partition("=")
             os.environ.setdefault(name, value)
         backend = ddp.backend if ddp.backend != "auto" else ("nccl" if gpus >= local_world else "gloo")
-        before = [(number, signal.signal(number, signal.SIG_DFL)) for number in StopRequest.NUMBERS]
+        before = [(number, signal.signal(number, signal.SIG_DFL)) for number in stop_signals()]
         dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))  # for ranks that may never come
         for number, handler in before:
             signal.signal(number, handler)
@@ -157,20 +158,20 @@ def wrap(module, team, ddp):
 
 
 class StopRequest:
-    """SIGINT and SIGTERM ask for a stop at the next step boundary; a second signal leaves at once.
+    """`stop_signals` ask for a stop at the next step boundary; a second one leaves at once, but for SIGHUP: a closing
+    terminal may send several.
 
     The handler only sets a flag; MemoryGuard.must_stop turns it into a decision of all ranks.
     """
 
-    NUMBERS = signal.SIGINT, signal.SIGTERM
-
     def __init__(self):
         self.asked = False
-        for number in self.NUMBERS:
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
-        if self.asked:
+        if self.asked and number != signal.SIGHUP:
             os._exit(128 + number)
         self.asked = True
-        os.write(2, b"stop requested: finishing the step and saving (again to leave at once)\n")
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, b"stop requested: finishing the step and saving (again to leave at once)\n")

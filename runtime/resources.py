@@ -62,6 +62,12 @@ def before_torch():
     spin_briefly()
 
 
+def stop_signals():
+    """What asks a command to save and end: Ctrl-C, SIGTERM, and a terminal that closes, which nohup has us ignore."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
 def share_of_workers(rollout, learners):
     """Rollout processes of each learner of a node, which divide `rollout.num_workers` between them; 0 = in itself."""
     return max(1, rollout.num_workers // learners) if rollout.num_workers else 0

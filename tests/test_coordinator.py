@@ -13,6 +13,7 @@ import pytest
 import coordinator
 from configs import ConfigError
 from data.layout import only_writer
+from runtime.distributed import StopRequest
 from runtime.memory import process_tree
 from runtime.resources import claim
 
@@ -188,11 +189,24 @@ def test_a_lock_that_is_a_link_empties_nothing(tmp_path):
         assert (tmp_path / "precious").read_text() == "mine"
 
 
+def test_terminal_that_closes_asks_for_a_stop_and_nohup_keeps_it_from_that(monkeypatch):
+    """SIGHUP was no signal to save: what had been learned since the last checkpoint was lost. It may come twice."""
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("left at once"))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    StopRequest(), coordinator.Stop()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for stop in map(lambda kind: kind(), (StopRequest, coordinator.Stop)):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.asked and not getattr(stop, "at_once", False)
+
+
 def test_second_signal_ends_ranks_too_that_have_only_begun(tmp_path, ends_soon):
     """Killed while its ranks still imported PyTorch, torchrun left them behind: they had not asked to die with it."""
     (tmp_path / "train_ddp.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, {str(tmp_path / 'train_ddp.py')!r}])"
-    before, stop = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], coordinator.Stop()
+    stop = coordinator.Stop()
     try:
         stop.child = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, start_new_session=True)
         assert stop.child.stdout.readline() == b"up\n"
@@ -202,8 +216,6 @@ def test_second_signal_ends_ranks_too_that_have_only_begun(tmp_path, ends_soon):
         assert len(tree) == 2 and stop.at_once and ends_soon(tree)
     finally:
         os.killpg(stop.child.pid, signal.SIGKILL) if Path(f"/proc/{tree[-1]}").exists() else None
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before):
-            signal.signal(number, handler)
 
 
 def test_stopped_repetition_is_continued_by_the_same_command(steps):

@@ -1,9 +1,12 @@
 """Damaged inputs and full disks, as benchmarks.fuzz and benchmarks.drills found them: one message, nothing lost."""
+import builtins
+import errno
 import importlib.metadata
 import json
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from configs import Config, ConfigError, WriteError, dump_config, load_config
 from configs.files import write_whole
 from data.collect import collect
 from data.layout import DataError, read_description
-from data.preprocess import preprocess
+from data.preprocess import build, preprocess
+from data.settings import check_settings
 from env import launch, sumo
 from runtime import checkpoint
 from runtime.metrics import Metrics, read_metrics
@@ -82,6 +86,31 @@ def test_a_disk_that_stays_full_ends_training_with_the_old_checkpoint_intact(tmp
 
 def step_in_updates(folder):
     return checkpoint.load(folder)["counters"]["updates"]
+
+
+def test_disk_that_may_only_be_read_names_the_file_and_not_the_temporary_one(tmp_path, monkeypatch):
+    """To unlink what is not there is an error on such a disk, and took the place of the message: a traceback."""
+    def closed(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+    with monkeypatch.context() as patch:
+        for owner, name in ((builtins, "open"), (Path, "unlink"), (Path, "mkdir")):
+            patch.setattr(owner, name, closed)
+        with pytest.raises(WriteError, match="a.json: could not be written: Read-only file system; name another place"):
+            write_whole(tmp_path / "a.json", "{}")
+        with pytest.raises(WriteError, match="new/settings.json: could not be written: Read-only"):
+            check_settings(tmp_path / "new" / "settings.json", {}, "")
+        with pytest.raises(WriteError, match="processed: could not be written: Read-only"):
+            build(config(tmp_path), {}, tmp_path / "processed", silent, lambda: None)
+
+
+def test_a_run_folder_whose_disk_is_gone_is_a_checkpoint_that_could_not_be_saved(tmp_path, monkeypatch):
+    """To tell how much room there is failed too, with a traceback, and training did not go on until the third time."""
+    def gone(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", gone)
+        with pytest.raises(checkpoint.SaveError, match=r"could not be saved \(No such file or directory\)"):
+            checkpoint.save(tmp_path / "gone", 1, {})
 
 
 def test_full_disk_while_preprocessing_is_one_message_and_the_same_command_continues(raw, full):

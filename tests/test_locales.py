@@ -2,7 +2,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import pytest
+
+from configs import ConfigError
+from configs.command_line import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
@@ -37,3 +43,12 @@ def test_simulator(tmp_path):
     """SUMO's UTF-8 names were opened as they came: a UnicodeEncodeError, or a connection that was called lost."""
     python(tmp_path, "-c", "import sys; from configs import Config; from env.traffic_env import TrafficEnv; "
            "TrafficEnv(Config(), sys.argv[1]).reset(seed=1)", "Zoë")
+
+
+def test_no_room_for_temporary_files_is_one_message(monkeypatch):
+    """Every command ended in a traceback on a full root disk, even with runs and data on another one."""
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(ConfigError, match="No usable temporary directory found .*TMPDIR"):
+        parse("", [])

@@ -245,6 +245,7 @@ CASES = [
 ]
 # (fragment, test file that triggers it)
 ELSEWHERE = [
+    ("or let TMPDIR name", "test_locales.py"),
     ("none is left to score", "test_supervision.py"), ("left out, because", "test_supervision.py"),
     ("not with these; all values", "test_evaluate.py"), ("expected different values", "test_evaluate.py"),
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
