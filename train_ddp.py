@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from configs import ConfigError, WriteError, console
@@ -329,7 +328,6 @@ def try_batches(cfg, team, budget_gb):
     find_batch_size(cfg, team, step, budget_gb)
 
 
-@record
 def main():
     die_with_launcher()
     options = parse(__doc__, add=add_options)

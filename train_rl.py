@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from configs import ConfigError
 from configs.command_line import parse
@@ -261,7 +260,6 @@ def one_learner_per_gpu(cfg):
         return code if code >= 0 else 130 if stop.asked else 128 - code  # ended by a signal: as a shell says it
 
 
-@record
 def main():
     die_with_launcher()
     cfg = parse(__doc__).config

@@ -62,6 +62,7 @@ def next_window(batches, size):
     except RuntimeError as error:
         if "DataLoader timed out" not in str(error):
             raise
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler says that one was killed
         for process in multiprocessing.active_children():  # Python would wait for them before it ends
             process.kill()
         cannot_share(f"phase 1: {error}: a process that reads is stuck", READS_ITSELF)

@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from configs.console import caused, nobody_reads, settle_output
 
@@ -27,6 +28,9 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
+        if told is None:
+            with contextlib.suppress(OSError):  # a full disk
+                get_error_handler().record_exception(error)  # for torchrun, which shows a traceback of each rank
         if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end waits for ranks that know nothing of the error
             told or traceback.print_exc()
             with contextlib.suppress(OSError):

@@ -75,35 +75,37 @@ def test_one_rank_of_a_node_speaks_for_all_in_each_attempt(tmp_path, monkeypatch
 RANK_THAT_FAILS = """
 import sys, time
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 from configs import Config
 from runtime.distributed import start_team
 from runtime.ending import run_script
 
 dist.destroy_process_group = lambda: time.sleep(600)  # NCCL's waits for ranks that are somewhere else
 
-@record
 def main():
     cfg = Config()
     cfg.run.device = "cpu"
     with start_team(cfg.run, cfg.ddp) as team:
         if team.rank == 1:
-            raise MemoryError
+            raise {"MemoryError": MemoryError, "OSError": OSError}[sys.argv[1]]
         team.barrier()
 
 sys.exit(run_script(main, ()))
 """
 
 
-def test_error_of_one_rank_is_told_before_the_process_group_is_left(tmp_path):
+@pytest.mark.parametrize("error, code", [("MemoryError", "4"), ("OSError", "1")])
+def test_error_of_one_rank_is_told_before_the_process_group_is_left(tmp_path, error, code):
     """It was told afterwards: with NCCL, which waits there for all ranks, after half an hour or never; and the
-    coordinator did not hear that memory was wanting."""
+    coordinator did not hear that memory was wanting. torchrun's summary had a traceback of every rank for what one
+    message tells too."""
     (tmp_path / "fails.py").write_text(RANK_THAT_FAILS)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "EXIT_CODE_FILE": str(tmp_path / "code")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "fails.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "fails.py", error]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and (tmp_path / "code").read_text() == "4"
-    assert "error: out of memory; memory.split=2" in done.stderr
+    assert done.returncode == 1 and (tmp_path / "code").read_text() == code
+    assert ("error: out of memory; memory.split=2" in done.stderr) == (code == "4")
+    summary = done.stderr[done.stderr.index("Root Cause"):]
+    assert ("in main" in summary) == (code == "1")
 
 
 def test_rank_whose_launcher_has_died_while_it_was_starting_leaves():
