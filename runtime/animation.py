@@ -111,11 +111,11 @@ def main():
     parser.add_argument("picture", metavar="FILE.gif", help="an animation; FILE.png: time-space diagrams of all")
     parser.add_argument("controller", nargs="?", help="whose traffic the animation shows (default: the last one)")
     options = parser.parse_args()
+    if options.controller and not options.picture.endswith(".gif"):
+        parser.error(f"{options.picture}: the diagrams show all controllers; only an animation shows one")
     check(options.picture, (".gif", ".png"))
     if options.picture.endswith(".gif"):
         draw(options.tracks, options.picture, options.controller)
-    elif options.controller:
-        parser.error(f"{options.picture}: the diagrams show all controllers; only an animation shows one")
     else:
         draw_time_space(options.tracks, options.picture)
 
