@@ -29,7 +29,8 @@ torch.set_num_threads(1)  # tests run side by side: with a thread per core each,
 def signals():
     """A test's answers to signals end with it. SIGTERM, once ignored, was ignored by processes of later tests too: a
     benchmark that should have ended at once drove 898 episodes."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
