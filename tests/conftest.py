@@ -51,7 +51,7 @@ def corridor(scenarios):
 @pytest.fixture
 def ends_soon():
     """ends_soon(pids, seconds): whether none of the processes exists any more, not even as a zombie."""
-    def wait(pids, seconds=20.0):
+    def wait(pids, seconds=5.0):
         deadline = time.monotonic() + seconds
         while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)

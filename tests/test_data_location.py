@@ -167,7 +167,7 @@ def test_copy_in_memory_vanishes_with_its_process(holder, number):
 
 def test_copy_in_memory_vanishes_at_the_end(holder):
     process, copy, _ = holder("end")
-    assert process.wait(120) == 0 and vanishes(copy)
+    assert process.wait(30) == 0 and vanishes(copy)
 
 
 def test_copy_that_does_not_fit_is_refused_with_numbers(tmp_path, monkeypatch):

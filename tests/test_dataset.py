@@ -123,7 +123,7 @@ def test_copies_are_dropped_when_memory_is_short_in_other_processes_too(made):
     assert not dataset.open.chunks and read(0) == (before[0][0], [False])
     assert ask(15)[1] == [False] and ask(0) == read(0)
     here.send(None)
-    process.join(60)
+    process.join(10)
     assert process.exitcode == 0
 
 

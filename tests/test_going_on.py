@@ -197,7 +197,7 @@ def test_who_waits_for_ranks_that_never_come_can_be_stopped(number):
                 break
         waiting.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            waiting.wait(120)
+            waiting.wait(20)
         waiting.kill()
     assert waiting.returncode == -number
 

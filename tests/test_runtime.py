@@ -228,7 +228,7 @@ def test_peak_memory_names_the_components(hogs):
             break
         time.sleep(0.01)
     text = sampler.stop()
-    sampler.join(60)
+    sampler.join(10)
     assert sampler.peak > 80 and sampler.at_peak["hog"] > 80
     assert f"{sampler.peak:.0f} MB" in text and "hog" in text and not sampler.is_alive()
 
