@@ -28,7 +28,7 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
-        if told is None:
+        if told is None and not spoken():  # another rank's end is no news: this one lost its connection to it
             with contextlib.suppress(OSError):  # a full disk
                 get_error_handler().record_exception(error)  # for torchrun, which shows a traceback of each rank
         if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end waits for ranks that know nothing of the error
@@ -56,6 +56,7 @@ def tell(error, user_errors, troubles):
         return 1 if isinstance(error, troubles) else 2
     if not out_of_memory(error):
         return None
+    first_to_speak()  # or not: every rank's own traceback tells what was too large
     traceback.print_exc()
     print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
     return OUT_OF_MEMORY
@@ -84,15 +85,24 @@ def note_stop():
 
 
 def first_to_speak():
-    """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one.
-
-    torchrun gives the ranks of a node one folder for each attempt.
-    """
-    attempt = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not attempt:
+    """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one."""
+    word = _word()
+    if not word:
         return True
     try:
-        Path(attempt).parent.with_name("said").touch(exist_ok=False)
+        word.touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
+
+
+def spoken():
+    """Whether a rank of this node has said what is wrong."""
+    word = _word()
+    return bool(word) and word.exists()
+
+
+def _word():
+    """The file that marks it; torchrun gives the ranks of a node one folder for each attempt. None without torchrun."""
+    attempt = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return attempt and Path(attempt).parent.with_name("said")

@@ -104,7 +104,7 @@ def test_error_of_one_rank_is_told_before_the_process_group_is_left(tmp_path, er
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and (tmp_path / "code").read_text() == code
     assert ("error: out of memory; memory.split=2" in done.stderr) == (code == "4")
-    summary = done.stderr[done.stderr.index("Root Cause"):]
+    summary = done.stderr[done.stderr.rindex("ChildFailedError"):]
     assert ("in main" in summary) == (code == "1")
 
 
