@@ -22,6 +22,7 @@ from env.scenarios import build_scenario
 from env.traffic_env import TrafficEnv
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # bits are compared, and a GPU may belong to a training that runs now
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
 torch.set_num_threads(1)  # tests run side by side: with a thread per core each, many cores get in each other's way
 
 

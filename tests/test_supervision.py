@@ -297,8 +297,9 @@ def test_what_could_be_scored_is_written_before_the_failure_is_told(tmp_path, mo
 
 def test_training_survives_killed_simulators_and_workers(tmp_path):
     """Through the real command line, with a SUMO or a worker killed every half second."""
-    words = ["--config", str(ROOT / "configs/smoke.yaml"), "phase2.iterations=4", "phase2.train_batch_size=400",
-             "phase2.fragment_length=100", "env.horizon_s=100", "rollout.restarts=10", "run.threads=1"]
+    words = ["--config", str(ROOT / "configs/smoke.yaml"), "phase2.iterations=4", "phase2.train_batch_size=120",
+             "phase2.fragment_length=60", "env.horizon_s=60", "rollout.num_envs_per_worker=1", "rollout.restarts=10",
+             "run.threads=1"]
     process = subprocess.Popen([sys.executable, str(ROOT / "train_rl.py"), *words], cwd=tmp_path, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     metrics, rng, kills = tmp_path / "runs/smoke/metrics.jsonl", np.random.default_rng(0), 0
