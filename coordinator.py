@@ -227,20 +227,20 @@ def pipeline(options, stop):
     folder = Path(cfg.run.folder) / cfg.run.name
     lock = claim(folder)  # noqa: F841  held until this process ends
     state = load_state(folder / "state.json", cfg)
-    plan, begun = resource_plan(cfg), time.time()
+    plan, begun = resource_plan(cfg), time.monotonic()
     state.update(command=" ".join(sys.argv), plan=plan, revision=revision())
     for step in steps_to_run(options, state, folder, cfg.checkpoint.keep_last):
         if stop.asked:
             print(f"\nstopped before {step}; everything is saved; {console.again()}")
             return 0
-        start = time.time()
+        start = time.monotonic()
         state["steps"][step] = {"status": "running"}
         save_state(folder, state)
         command = command_of(step, options, folder, plan)
         code = with_retries(step, command, plan[step]["threads"], cfg, stop, state, folder)
         stopped = code == MEMORY_STOP or stop.asked and code in (0, *INTERRUPTED)
         status = "stopped" if stopped else "failed" if code else "done"
-        state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.time() - start, 1)}
+        state["steps"][step] = {"status": status, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
         save_state(folder, state)
         if stop.at_once:
             print(f"\nended {step} at once; the same command continues from what it had saved", file=sys.stderr)
@@ -260,7 +260,7 @@ def pipeline(options, stop):
     print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
                            for step, facts in state["steps"].items()))
     results = [str(path) for path in (folder / "evaluation.json", folder / "report.html") if path.exists()]
-    print(f"done in {time.time() - begun:.0f} s{': ' if results else ''}{', '.join(results)}")
+    print(f"done in {time.monotonic() - begun:.0f} s{': ' if results else ''}{', '.join(results)}")
     return 0
 
 

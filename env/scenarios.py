@@ -125,7 +125,8 @@ def _user_scenario(name):
     if path.suffix != ".sumocfg":
         raise SumoError(f"env.scenario: {name!r} is neither built in ({', '.join(NETWORKS)}) nor a .sumocfg file")
     if not path.is_file():
-        raise SumoError(f"env.scenario: {path}: no such file; expected a .sumocfg, its path relative to {Path.cwd()}")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise SumoError(f"env.scenario: {path}: {found}; expected a .sumocfg, its path relative to {Path.cwd()}")
     _check_folder(path.absolute().parent, "env.scenario")  # of a link: SUMO looks beside it for the other files
     if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
         raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")

@@ -48,6 +48,12 @@ def scenario(name, folder):
     build_scenario(cfg, folder)
 
 
+def a_folder(folder):
+    """It was "no such file"."""
+    (folder / "of_my_town.sumocfg").mkdir()
+    scenario("of_my_town.sumocfg", folder)
+
+
 def without_network(folder):
     (folder / "my.sumocfg").write_text("<configuration><time><begin value='0'/></time></configuration>")
     scenario(str(folder / "my.sumocfg"), folder)
@@ -141,8 +147,9 @@ CASES = [
     ("expected the name of a YAML file", lambda t, m, r: yaml_file(t, "base: 7"),
      ["my.yaml", "found 7", "name of a YAML"]),
     ("neither built in", lambda t, m, r: scenario("rign", t), ["env.scenario", "rign", "ring", ".sumocfg"]),
-    ("no such file; expected a .sumocfg", lambda t, m, r: scenario("typo.sumocfg", t),
-     ["typo.sumocfg", "relative to", "/"]),
+    ("expected a .sumocfg, its path", lambda t, m, r: scenario("typo.sumocfg", t),
+     ["typo.sumocfg: no such file", "relative to", "/"]),
+    ("expected a .sumocfg", lambda t, m, r: a_folder(t), ["of_my_town.sumocfg: a folder; expected"]),
     ("names no network; expected", lambda t, m, r: without_network(t),
      ["my.sumocfg", "names no network", "net-file"]),
     ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),
