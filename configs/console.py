@@ -70,11 +70,17 @@ def again():
     return f"the same command continues: {shlex.join(sys.orig_argv)}"
 
 
-def caused(error, kinds):
-    """Whether an exception is one of `kinds`, or a path that nobody can open: closed to us, with too long a name, or a
-    link to itself."""
-    return isinstance(error, (*kinds, PermissionError)) or getattr(error, "errno", None) in (
-        errno.ENAMETOOLONG, errno.ELOOP)
+def tell(error, mistakes, troubles, speaks=lambda: True):
+    """Say what ended a command, if it `speaks`; returns its exit code. None where it is neither one of `mistakes` (or a
+    path that nobody can open: closed to us, with too long a name, or a link to itself) nor of `troubles`."""
+    if isinstance(error, BrokenPipeError) and nobody_reads():
+        return 1
+    if not (isinstance(error, (*mistakes, *troubles, PermissionError))
+            or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)):
+        return None
+    if speaks():
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    return 1 if isinstance(error, troubles) else 2
 
 
 def nobody_reads():
@@ -136,12 +142,9 @@ def exit_code(work, mistakes, kept="", troubles=()):
         sys.stdout.flush()
         return code
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
-            return 1
-        if not caused(error, (*troubles, *mistakes)):
+        if (code := tell(error, mistakes, troubles)) is None:
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, troubles) else 2
+        return code
     except KeyboardInterrupt:
         print(f"stopped; {kept}{again()}", file=sys.stderr)
         return 0

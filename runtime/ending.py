@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from configs.console import caused, nobody_reads, settle_output
+from configs import console
 
 OUT_OF_MEMORY = 4  # exit code
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
@@ -18,7 +18,7 @@ NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED
 def run_script(main, user_errors, troubles=()):
     """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
-    settle_output()
+    console.settle_output()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see runtime.resources.before_torch
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -48,14 +48,9 @@ def run_script(main, user_errors, troubles=()):
 
 def tell(error, user_errors, troubles):
     """Say what ended the script, if that is no fault of the program's; returns its exit code, or None."""
-    if isinstance(error, BrokenPipeError) and nobody_reads():
-        return 1
-    if caused(error, (*troubles, *user_errors)):
-        if first_to_speak():
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1 if isinstance(error, troubles) else 2
-    if not out_of_memory(error):
-        return None
+    code = console.tell(error, user_errors, troubles, first_to_speak)
+    if code is not None or not out_of_memory(error):
+        return code
     first_to_speak()  # or not: every rank's own traceback tells what was too large
     traceback.print_exc()
     print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
@@ -86,14 +81,11 @@ def note_stop():
 
 def first_to_speak():
     """Whether no other rank of this node has said what is wrong: most mistakes are seen by all of them, some by one."""
-    word = _word()
-    if not word:
+    with contextlib.suppress(FileExistsError):
+        if word := _word():
+            word.touch(exist_ok=False)
         return True
-    try:
-        word.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    return False
 
 
 def spoken():
