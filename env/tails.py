@@ -99,12 +99,6 @@ def meeting_lanes(internal, link_lane):
             if len(group) > 1}
 
 
-def near_crossing(road, lane, scene):
-    """Whether each vehicle of a SCENE array, on `lane` [N], is on a junction lane that crosses or meets another, or may
-    be on one before it could stop."""
-    return near(road.crosses, road.to_crossing, lane, scene)
-
-
 def near(there, way, lane, scene):
     """Whether each vehicle of a SCENE array, on `lane` [N], is on one of the lanes `there` [L], or may be before it
     could stop; `way` [L]: metres from a lane's end to the next of them."""
@@ -114,7 +108,7 @@ def near(there, way, lane, scene):
 def unforeseen(road, lane, scene, persons, overflow):
     """Whether each vehicle may meet, before it could stop, whom the shield does not know: who comes from the side, who
     walks among the cars (if there are `persons`), or who has no slot (if there is an `overflow`)."""
-    unknown = near_crossing(road, lane, scene) | (overflow > 0)
+    unknown = near(road.crosses, road.to_crossing, lane, scene) | (overflow > 0)
     return unknown | near(road.walked, road.to_walked, lane, scene) if persons else unknown
 
 

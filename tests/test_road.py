@@ -5,7 +5,7 @@ import pytest
 
 from env import graph
 from env.road import FREE_SPEED, Road, Traffic
-from env.tails import near_crossing
+from env.tails import unforeseen
 
 # a (two lanes) leads to b by both lanes and to c by its left lane (a diverge); the ramp m joins b; the left lane of b
 # ends, its right lane leads to d. Names with ":" are junction lanes. m_0 comes last: index -1 must never stand for it.
@@ -135,7 +135,7 @@ def test_crossings_are_near_from_where_one_may_not_stop_any_more():
     scene = np.zeros(5, graph.SCENE)
     lane = np.array([road.lane_index[name] for name in (":J_1_0", "a_1", "a_1", "a_0", "d_0")])
     scene["speed"], scene["lane_end"] = 18.0, [3, 18 ** 2 / 9 + 36 + 4.9, 18 ** 2 / 9 + 36 + 5.1, 1, 1]
-    assert near_crossing(road, lane, scene).tolist() == [True, True, False, False, False]
+    assert unforeseen(road, lane, scene, 0, 0).tolist() == [True, True, False, False, False]
 
 
 def test_crossings_behind_short_lanes_are_near_too():
@@ -145,7 +145,7 @@ def test_crossings_behind_short_lanes_are_near_too():
     assert way == {"b_0": 0, ":J_0_0": 80, "a_0": 85, "m_0": 86, "a_1": np.inf, "d_0": np.inf}
     scene = np.zeros(2, graph.SCENE)
     scene["speed"], scene["lane_end"] = 30.0, [30 ** 2 / 9 + 65 - 85.1, 30 ** 2 / 9 + 65 - 84.9]
-    assert near_crossing(road, np.full(2, road.lane_index["a_0"]), scene).tolist() == [True, False]
+    assert unforeseen(road, np.full(2, road.lane_index["a_0"]), scene, 0, 0).tolist() == [True, False]
 
 
 def ring(quarters=4, metres=50, gap=1):
