@@ -147,11 +147,8 @@ class Sumo(Questions):
         """The exception for a broken process, with SUMO's own words; the process is gone afterwards."""
         words = ""
         if self.process is not None:
-            try:  # a dying SUMO closes its socket before it exits
-                self.process.wait(1.0)
-                what += f" (exit code {self.process.returncode})"
-            except Exception:  # still running: frozen or only disconnected
-                pass
+            with contextlib.suppress(Exception):  # still running: frozen or only disconnected
+                what += f" (exit code {self.process.wait(1.0)})"  # a dying SUMO closes its socket before it exits
             self.stderr.seek(0)
             words = explained(self.stderr.read()[-4000:].decode(errors="replace").strip())
         self.close()
