@@ -236,7 +236,7 @@ def acceleration(u, limit=math.inf):
 
 
 def take(candidates, picks):
-    """Those picked [B, K, F] of candidates [B, C, F]."""
+    """Those picked [B, K, F] of candidates, or of anything else by number, [B, C, F]."""
     return candidates.gather(1, picks[..., None].expand(-1, -1, candidates.shape[-1]))
 
 

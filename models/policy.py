@@ -4,7 +4,7 @@ import contextlib
 import torch
 from torch import nn
 
-from models.controller import KEEP, Controller, acceleration, downstream_speeds
+from models.controller import KEEP, Controller, acceleration, downstream_speeds, take
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, POSITION, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
@@ -58,11 +58,10 @@ class TrafficModel(nn.Module):
         if detach_latents:
             flow, risk = flow.detach(), risk.detach()
         slots, valid = candidate_slots(icv)
-        at = lambda x: x.gather(1, slots[..., None].expand(-1, -1, x.shape[-1]))  # noqa: E731
-        near = at(surround.float())
-        node, picked_flow, picked_risk = at(nodes), at(flow), at(risk)
+        near = take(surround.float(), slots)
+        node, picked_flow, picked_risk = (take(x, slots) for x in (nodes, flow, risk))
         downstream = downstream_speeds(node[..., POSITION], nodes[..., POSITION], nodes[..., SPEED], mask)
-        candidates = self.controller.candidate_features(at(embedding), picked_flow, picked_risk, downstream,
+        candidates = self.controller.candidate_features(take(embedding, slots), picked_flow, picked_risk, downstream,
                                                         self.risk_gnn.normalize(node), near)
         return {"candidates": candidates * valid[..., None], "valid": valid, "slots": slots, "surround": near,
                 "scene": self.controller.scene_summary(embedding, flow, risk, mask, globals_),
@@ -148,9 +147,8 @@ class Driver:
         at = lambda x: x.gather(1, picks)  # noqa: E731
         wanted = acceleration(choice["u"], self.model.controller.accel_limit)
         wanted = torch.where(choice["pace"], wanted, torch.nan)  # NaN: the driver keeps the speed
-        near = seen["surround"].gather(1, picks[..., None].expand(-1, -1, seen["surround"].shape[-1]))
-        accel, lane, brake, reason = self.model.safety_shield(wanted, choice["lane"], at(seen["speed"]), near,
-                                                              at(seen["risk_logit"]))
+        accel, lane, brake, reason = self.model.safety_shield(wanted, choice["lane"], at(seen["speed"]),
+                                                              take(seen["surround"], picks), at(seen["risk_logit"]))
         slot = torch.where(active, at(seen["slots"]), self.max_vehicles)
         out = {"slot": slot, "accel": accel, "lane": lane, "brake": brake, "reason": reason * active, "wanted": wanted,
                "wanted_lane": choice["lane"]}
