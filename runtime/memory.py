@@ -141,21 +141,18 @@ class Sampler(threading.Thread):
 
 
 class PeakMemory(Sampler):
-    """Samples the tree of this process in the background; `peak` MB and its table `at_peak` {component: MB}."""
+    """Samples the tree of this process in the background; `at_peak` {component: MB} is the largest table seen."""
 
     def __init__(self, every_s=2.0):
         super().__init__(every_s)
-        self.peak, self.at_peak = 0.0, {}
+        self.at_peak = Counter()
 
     def sample(self):
         """Remember the table of the present if it is the largest."""
-        table = tree_memory()
-        if sum(table.values()) > self.peak:
-            self.peak, self.at_peak = sum(table.values()), table
+        self.at_peak = max(self.at_peak, tree_memory(), key=Counter.total)
 
     def stop(self):
         """Stop sampling; returns the peak as one line of text."""
         self.done.set()
-        by_size = sorted(self.at_peak.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{name} {mb:.0f}" for name, mb in by_size if mb >= 1)
-        return f"peak memory of the process tree (PSS): {self.peak:.0f} MB ({parts})"
+        parts = ", ".join(f"{name} {mb:.0f}" for name, mb in self.at_peak.most_common() if mb >= 1)
+        return f"peak memory of the process tree (PSS): {self.at_peak.total():.0f} MB ({parts})"
