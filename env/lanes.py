@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from env.launch import put_in
-from env.scenarios import seconds_of
+from env.scenarios import as_unicode, seconds_of
 
 WALKING = re.compile(r":.*_[wc]\d+_\d+$")  # SUMO's names of walking areas and pedestrian crossings
 
@@ -29,7 +29,7 @@ def network_of(client):
 def oncoming_lanes(network):
     """Ids of the lanes of a .net.xml on whose edges drivers of the other direction may overtake, and these on the
     other: TraCI does not tell."""
-    edges = ElementTree.fromstring(network).iter("edge") if b"<neigh " in network else ()
+    edges = ElementTree.fromstring(as_unicode(network)).iter("edge") if b"<neigh " in network else ()
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 

@@ -43,6 +43,8 @@ class Road:
         width = max(1, max(len(links) for _, _, links in lanes))
         self.link_lane, self.link_edge = np.full((2, len(lanes), width), -1)
         for i, (lane, _, links) in enumerate(lanes):
+            if lane not in closed:  # a car's way ends where a bus lane begins
+                links = [link for link in links if link[0] not in closed]
             for j, (following, via) in enumerate(links_of(lane, links, index)):
                 self.link_lane[i, j] = index.get(via, index[following])
                 self.link_edge[i, j] = edges[following.rpartition("_")[0]]

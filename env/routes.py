@@ -21,22 +21,24 @@ class Routes:
     """By slot: metres (length of the whole route), on_edges (without its junctions, which the observation's progress
     leaves out: policies learned so), and start (place of the route in `flat`, one array of edge numbers in which two -1
     end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
-    (asked in users' scenarios), and for everybody where it is asked less often than it was proven for; alone: who has
-    blue lights, with which SUMO drives as commands do not foresee, or a headway shorter than the time between two
-    decisions, whom SUMO's check too lets collide once commands have brought him close; kind: SUMO's vehicle class;
-    hardest: the strongest braking that a command may ask for, m/s^2: SUMO would brake harder than the vehicle could."""
+    (asked in users' scenarios), and for everybody where it is asked less often than it was proven for, or somebody
+    brakes harder than it reckons; alone: who has blue lights, with which SUMO drives as commands do not foresee, or a
+    headway shorter than the time between two decisions, whom SUMO's check too lets collide once commands have brought
+    him close; kind: SUMO's vehicle class; ordinary: its driver's deceleration, and hardest: the strongest braking that
+    a command may ask for, m/s^2: SUMO would brake harder than the vehicle could."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
         self.step = e.step_length if e.scenario.endswith(".sumocfg") else None  # built-in vehicles have no such habits
         self.least_gap, self.own_decel = cfg.shield.min_gap_m - SPARE_M, cfg.shield.own_decel
+        self.leader_decel = cfg.shield.leader_decel
         driver = getattr(getattr(cfg, e.scenario, None), "driver", cfg.driver)  # of a built-in scenario
         odd = not self.step and self._odd(0.0, getattr(driver, "min_gap_m", 0.0), driver.tau)
         self.always = SAFE_SPEED * (cfg.shield.enabled and (odd or e.control_interval > LONGEST_S))
         self.checks, self.alone = np.full(slots, self.always), np.zeros(slots, bool)
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot, self.kind = [None] * slots, ["passenger"] * slots  # route ids, vehicle classes
-        self.hardest = np.full(slots, MAX_BRAKE)
+        self.ordinary, self.hardest = np.full((2, slots), MAX_BRAKE)
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
@@ -57,6 +59,9 @@ class Routes:
         unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
+        new = [name for name, first in zip(ids, fresh.tolist()) if first]
+        if self.step and new and simulator.hardest_braking(new) > self.leader_decel + 1e-6:  # SUMO's motorcycles
+            self.always, self.checks = self.always | SAFE_SPEED, self.checks | SAFE_SPEED  # they may lead anybody
         for i in changed:
             slot, way = slots[i], self.known[routes[i]]
             other = fresh[i] or (self.of_slot[slot], self.start[slot]) != (routes[i], way[0])
@@ -64,10 +69,15 @@ class Routes:
             if self.step and icv[i] and (other or self.kind[slot] == "taxi"):  # that has its stops from others
                 self._ask(simulator, ids[i], slot, self.always if fresh[i] else self.checks[slot])
 
+    def bits(self, slot, accel):
+        """`checks` of a vehicle that is told `accel` m/s^2. Who has a stop ahead would brake with the ordinary
+        deceleration at most: to brake harder is left to its driver, who ignores what he is told then."""
+        return self.checks[slot] & (SAFE_SPEED if accel < -self.ordinary[slot] - 1e-6 else STOPPING)
+
     def _ask(self, simulator, name, slot, checks):
         stops, lights, acts_every, min_gap, tau, boldness, self.kind[slot], *brakes = simulator.habits(name)
         odd = self._odd(acts_every, min_gap, tau, boldness, *brakes)
-        self.hardest[slot] = min(brakes[-1], MAX_BRAKE)
+        self.ordinary[slot], self.hardest[slot] = brakes[0], min(brakes[1], MAX_BRAKE)
         self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
         self.alone[slot] = lights or tau < acts_every - 1e-6
 

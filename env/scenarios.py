@@ -59,10 +59,16 @@ def path_of(scenario):
 def options_of(scenario):
     """{option: value} of a .sumocfg, as SUMO reads it; {} when it is no XML (SUMO itself will say so)."""
     try:
-        root = ElementTree.parse(path_of(scenario)).getroot()
+        root = ElementTree.fromstring(as_unicode(path_of(scenario).read_bytes()))
         return {e.tag: put_in(e.get("value", e.get("v", ""))) for e in root.iter()}
-    except ElementTree.ParseError:
+    except (ElementTree.ParseError, ValueError, LookupError):
         return {}
+
+
+def as_unicode(xml):
+    """XML (bytes), as text if in an encoding of several bytes, which SUMO's parser knows and Python's does not."""
+    declared = re.match(rb"""<\?xml[^>]*encoding=["']((?!utf|iso|us-|win)[^"']+)["'][^>]*\?>""", xml, re.I)
+    return xml[declared.end():].decode(declared[1].decode()) if declared else xml
 
 
 def own_scale(scenario):

@@ -53,6 +53,11 @@ class Questions:
                 vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness,
                 vehicle.getVehicleClass(name), vehicle.getDecel(name), vehicle.getEmergencyDecel(name))
 
+    def hardest_braking(self, names):
+        """How hard the hardest braking of these vehicles (bytes) brakes, m/s^2."""
+        vehicle, names = self.client.vehicle, map(bytes.decode, names)
+        return self._ask(lambda: max(max(vehicle.getDecel(name), vehicle.getEmergencyDecel(name)) for name in names))
+
     def time(self):
         """Simulated time, s."""
         return self._ask(lambda: self.client.simulation.getTime())

@@ -105,10 +105,12 @@ def near(there, way, lane, scene):
     return there[lane] | (scene["lane_end"] + way[lane] < stopping_way(scene["speed"]))
 
 
-def unforeseen(road, lane, scene, persons, overflow):
+def unforeseen(road, lane, scene, persons, overflow, lookahead):
     """Whether each vehicle may meet, before it could stop, whom the shield does not know: who comes from the side, who
-    walks among the cars (if there are `persons`), or who has no slot (if there is an `overflow`)."""
-    unknown = near(road.crosses, road.to_crossing, lane, scene) | (overflow > 0)
+    walks among the cars (if there are `persons`), who has no slot (if there is an `overflow`), or whoever stands
+    further away than it looks ahead (`lookahead` m)."""
+    blind = scene["speed"] ** 2 / (2 * FULL_BRAKING) + scene["speed"] > lookahead
+    unknown = near(road.crosses, road.to_crossing, lane, scene) | blind | (overflow > 0)
     return unknown | near(road.walked, road.to_walked, lane, scene) if persons else unknown
 
 

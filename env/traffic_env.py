@@ -141,7 +141,7 @@ class TrafficEnv(gymnasium.Env):
             if brake > 0 or not np.isnan(accel):
                 wanted = -brake if brake > 0 else max(accel, ACCEL_LOW)
                 accel = float(np.clip(wanted, -self.routes.hardest[slot], ACCEL_HIGH))
-                driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.checks[slot])
+                driven[name] = e.speed_mode | int(self.checked[slot] | self.routes.bits(slot, accel))
                 if self.driven.get(name) != driven[name]:
                     commands.append(sumo.SetModes(name, driven[name], e.lane_change_mode))
                 commands.append(sumo.Accelerate(name, *speed_change(accel, self.speed[slot], self.allowed[slot],
@@ -196,8 +196,8 @@ class TrafficEnv(gymnasium.Env):
         self.lane_at[slots], self.way[slots] = self.lane, scene["lane_end"]
         self.speed[slots], self.length[slots], self.allowed[slots] = scene["speed"], scene["length"], records["allowed"]
         if self.cfg.shield.enabled:  # SUMO's check stays where it does not see who is to be met
-            persons = events["stats.persons.running"]
-            self.checked[slots] = sumo.SAFE_SPEED * unforeseen(self.road, self.lane, scene, persons, overflow)
+            self.checked[slots] = sumo.SAFE_SPEED * unforeseen(
+                self.road, self.lane, scene, events["stats.persons.running"], overflow, g.lookahead_m)
         self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": events["stats.vehicles.waiting"], "departed": len(events["departed"]),
                   "arrived": self.totals.arrivals, "ocr": self.totals.ocr}

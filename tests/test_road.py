@@ -135,7 +135,22 @@ def test_crossings_are_near_from_where_one_may_not_stop_any_more():
     scene = np.zeros(5, graph.SCENE)
     lane = np.array([road.lane_index[name] for name in (":J_1_0", "a_1", "a_1", "a_0", "d_0")])
     scene["speed"], scene["lane_end"] = 18.0, [3, 18 ** 2 / 9 + 36 + 4.9, 18 ** 2 / 9 + 36 + 5.1, 1, 1]
-    assert unforeseen(road, lane, scene, 0, 0).tolist() == [True, True, False, False, False]
+    assert unforeseen(road, lane, scene, 0, 0, 200.0).tolist() == [True, True, False, False, False]
+
+
+def test_who_needs_more_room_than_the_shield_looks_ahead_keeps_sumos_check():
+    """At 62 m/s ICVs ran into standing ones, which came into sight 200 m ahead."""
+    road, scene = Road(LANES), np.zeros(2, graph.SCENE)
+    scene["speed"], scene["lane_end"] = [51, 53], 1000.0
+    assert unforeseen(road, np.full(2, road.lane_index["a_0"]), scene, 0, 0, 200.0).tolist() == [False, True]
+
+
+def test_way_of_a_car_ends_where_a_bus_lane_begins():
+    """It was seen to lead on, so that nobody was seen ahead; then the driver stood still at once, and was hit."""
+    road = Road(LANES, closed=["b_0"])
+    assert (road.link_lane[road.lane_index["a_0"]] < 0).all()
+    assert road.link_edge[road.lane_index["a_1"]].max() >= 0
+    assert (Road(LANES, closed=["a_0", "b_0"]).link_lane[road.lane_index["a_0"]] >= 0).any()  # a bus's way
 
 
 def test_crossings_behind_short_lanes_are_near_too():
@@ -145,7 +160,7 @@ def test_crossings_behind_short_lanes_are_near_too():
     assert way == {"b_0": 0, ":J_0_0": 80, "a_0": 85, "m_0": 86, "a_1": np.inf, "d_0": np.inf}
     scene = np.zeros(2, graph.SCENE)
     scene["speed"], scene["lane_end"] = 30.0, [30 ** 2 / 9 + 65 - 85.1, 30 ** 2 / 9 + 65 - 84.9]
-    assert unforeseen(road, np.full(2, road.lane_index["a_0"]), scene, 0, 0).tolist() == [True, False]
+    assert unforeseen(road, np.full(2, road.lane_index["a_0"]), scene, 0, 0, 200.0).tolist() == [True, False]
 
 
 def ring(quarters=4, metres=50, gap=1):
