@@ -9,7 +9,6 @@ Each step is its own process, so memory and GPUs are free in between. The same c
 """
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -31,6 +30,7 @@ from runtime.resources import threads_per_process as threads
 
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
+RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
 BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
 RANKS = ("train_ddp", "train_rl")
 INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
@@ -196,8 +196,17 @@ def steps_to_run(options, state, folder, keep):
         for step in STEPS[first:]:
             state["steps"].pop(step, None)
             set_aside(folder / step, keep)
-    # Whatever follows a repeated step is repeated too.
-    return list(itertools.dropwhile(lambda step: state["steps"].get(step, {}).get("status") == "done", STEPS))
+    done = [state["steps"].get(step, {}).get("status") == "done" and (step not in RESULTS or made(folder, step))
+            for step in STEPS] + [False]
+    first = done.index(False)  # whatever follows a repeated step is repeated too
+    while first and not made(folder, STEPS[first - 1]):  # what it begins with has been removed
+        first -= 1
+    return list(STEPS[first:])
+
+
+def made(folder, step):
+    """Whether what a step leaves in the run folder is there."""
+    return (folder / {f"phase{n}": f"phase{n}/latest" for n in "123"}.get(step, RESULTS.get(step, ""))).exists()
 
 
 def set_aside(path, keep):
@@ -259,7 +268,7 @@ def pipeline(options, stop):
     save_state(folder, state)
     print("\n" + "\n".join(f"  {step:12s} {facts.get('seconds', 0):8.1f} s  {facts['status']}"
                            for step, facts in state["steps"].items()))
-    results = [str(path) for path in (folder / "evaluation.json", folder / "report.html") if path.exists()]
+    results = [str(path) for path in map(folder.joinpath, RESULTS.values()) if path.exists()]
     print(f"done in {time.monotonic() - begun:.0f} s{': ' if results else ''}{', '.join(results)}")
     return 0
 

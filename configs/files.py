@@ -38,7 +38,8 @@ def may_write(path):
         yield
     except OSError as error:
         way = "name another place" if error.errno in PLACE else "make room, the same command continues"
-        raise WriteError(f"{path}: could not be written: {error.strerror or error}; {way}") from error
+        why = error.strerror or f"no space left? {error}"  # NumPy tells how much it wrote
+        raise WriteError(f"{path}: could not be written: {why}; {way}") from error
 
 
 def write_whole(path, text):

@@ -51,6 +51,8 @@ def begin_reading(batches):
         return iter(batches)
     except OSError as error:
         cannot_share(f"phase 1: the processes that read do not start ({error.strerror})", READS_ITSELF)
+    except RuntimeError as error:  # persistent ones fetch an epoch's first batches at once
+        end_stuck(error)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -60,12 +62,17 @@ def next_window(batches, size):
     try:
         return list(itertools.islice(batches, size))
     except RuntimeError as error:
-        if "DataLoader timed out" not in str(error):
-            raise
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler says that one was killed
-        for process in multiprocessing.active_children():  # Python would wait for them before it ends
-            process.kill()
-        cannot_share(f"phase 1: {error}: a process that reads is stuck", READS_ITSELF)
+        end_stuck(error)
+
+
+def end_stuck(error):
+    """WorkerError, if that is what the loader's `error` means, and the end of its processes; else `error`."""
+    if "DataLoader timed out" not in str(error):
+        raise error
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler says that one was killed
+    for process in multiprocessing.active_children():  # Python would wait for them before it ends
+        process.kill()
+    cannot_share(f"phase 1: {error}: a process that reads is stuck", READS_ITSELF)
 
 
 def make_loader(dataset, sampler, options, pin_memory):

@@ -113,9 +113,10 @@ class Metrics:
         console.progress(f"phase {self.phase}", epoch, total, shown)
         try:
             self._draw(epoch, row)
-        except OSError as error:  # a full disk costs the curves, not the training
+        except (OSError, RuntimeError) as error:  # a full disk, no more threads: the curves end, not the training
             self.board, self.writer = False, None
-            console.say(f"WARNING: {self.path.parent / 'tensorboard'}: {error.strerror or error}; no more is drawn")
+            why = getattr(error, "strerror", None) or error
+            console.say(f"WARNING: {self.path.parent / 'tensorboard'}: {why}; no more is drawn")
         rows = [r for r in read_metrics(self.path) if r["phase"] == self.phase] if self.path.exists() else []
         known = findings(rows[:-1])
         for kind, text in findings(rows).items():

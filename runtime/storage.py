@@ -148,12 +148,13 @@ class Minibatches:
         """Those of `save`, which stay on the disk: only what a minibatch needs is read."""
         try:
             kept = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-        except (OSError, RuntimeError, UnpicklingError) as error:
+            fixed, table, begin, count = (kept[name] for name in ("fixed", "table", "begin", "count"))
+        except (OSError, RuntimeError, UnpicklingError, LookupError, TypeError) as error:
             raise SpillError(f"{path}: a kept rollout of the warm start cannot be read: {error}; remove the file, the "
                              "others are enough to go on") from None
         self = cls.__new__(cls)
-        self.device, self.fixed, self.table = device, kept["fixed"], kept["table"]
-        self.begin, self.count = kept["begin"].numpy(), kept["count"].numpy()
+        self.device, self.fixed, self.table = device, fixed, table
+        self.begin, self.count = begin.numpy(), count.numpy()
         return self
 
     def __call__(self, steps):

@@ -52,6 +52,8 @@ def first_weights(model, cfg, folder, phases, say):
             config, counters = state.get("config"), state.get("counters")
             if not all(isinstance(x, dict) for x in (config, counters)) or not isinstance(config.get("model"), dict):
                 raise checkpoint.CheckpointError(f"{source}: not a checkpoint of this program (no configuration)")
+            if phase != phases[0]:
+                say(f"NOTE: no checkpoint of phase {phases[0]} in {folder}: what it teaches is missing")
             say(f"weights: {source} (epoch {state.get('epoch')})")
             room = config["model"].get("lane_room_m", cfg.model.lane_room_m)
             if phase > 1 and room != cfg.model.lane_room_m:
@@ -154,10 +156,11 @@ class Progress:
                 checkpoint.save(self.folder, c["updates"], state, self.cfg.checkpoint.keep_last, value < bar)
         except checkpoint.SaveError as caught:
             error = caught
-        self.failures = self.failures + 1 if self.team.any(error is not None) else 0  # waits for the first rank
+        said = next(filter(None, self.team.gather(error and str(error))), None)  # waits for the first rank
+        self.failures = self.failures + 1 if said else 0
         c["best"] = bar if self.failures else c["best"]
         if self.failures and (not may_fail or self.failures == self.patience):
-            raise error or checkpoint.SaveError("the first rank could not save")
+            raise error or checkpoint.SaveError(said)
         if error:
             print(f"WARNING: {error}; older ones are intact, training goes on", file=sys.stderr, flush=True)
 

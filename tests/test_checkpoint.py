@@ -376,6 +376,7 @@ def test_first_weights_come_from_the_nearest_phase_or_are_missed_loudly(tmp_path
         step(), progress.save()
         first_weights(model, Config(), folder, (2, 1), said.append)
         assert torch.equal(model.weight, progress.model.weight) and f"phase{phase}" in said[-1]
+        assert ("phase 2" in said[-2]) == (phase == 1)  # of a phase 2 that was gone nothing was said
     other = Config()
     other.model.lane_room_m = 7.0  # phase 3 went on with other lane changes than phase 2 had learned, in silence
     first_weights(model, other, folder, (2, 1), said.append)

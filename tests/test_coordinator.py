@@ -1,6 +1,7 @@
 """coordinator.py: the order of the steps, what is repeated and what is not; the steps themselves do not run here."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,9 @@ def steps(tmp_path, monkeypatch):
 
         def noted(step, command, *_):
             names.append(step + "".join(f" {word}" for word in command if word.startswith("memory.")))
-            (tmp_path / "runs/smoke" / step).mkdir(exist_ok=True) if step.startswith("phase") else None
+            left = coordinator.RESULTS.get(step, f"{step}/latest")
+            (tmp_path / "runs/smoke" / left).parent.mkdir(exist_ok=True)
+            (tmp_path / "runs/smoke" / left).touch()
             stop.asked = stop.asked or step == stop_in
             stop.at_once = stop.asked and twice
             return codes.pop(0) if codes else 0
@@ -49,6 +52,21 @@ def test_failed_step_is_tried_again_and_bad_input_is_not(steps):
     assert steps("--only", "phase1", codes=[1, 1, 1]) == (1, ["phase1", "phase1"])  # coordinator.retries is 1
     assert steps("--only", "phase1", "coordinator.retries=0", codes=[1]) == (1, ["phase1"])
     assert steps("--only", "phase1", codes=[2]) == (2, ["phase1"])
+
+
+def test_what_was_removed_is_made_again(steps, tmp_path):
+    """"done in 0 s", without results; and phase 3 began from phase 1, as if phase 2 had been there."""
+    run, everything = tmp_path / "runs/smoke", list(coordinator.STEPS)
+    assert steps()[1] == everything and steps()[1] == []
+    (run / "report.html").unlink()
+    assert steps()[1] == ["report"]
+    shutil.rmtree(run / "phase2")
+    assert steps()[1] == []  # nobody needs it
+    (run / "evaluation.json").unlink()
+    assert steps()[1] == ["evaluate", "report"]
+    shutil.rmtree(run / "phase3")
+    (run / "evaluation.json").unlink()
+    assert steps()[1] == everything[everything.index("phase2"):]
 
 
 def test_one_step_and_all_from_a_phase_exclude_each_other(steps, capsys):

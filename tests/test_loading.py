@@ -1,5 +1,6 @@
 """data/loading.py: batches of a DataLoader's processes, stopped, stuck and starting; sequences of phase 3."""
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -107,6 +108,19 @@ def test_a_reading_process_that_is_stuck_is_an_error_and_no_wait_for_ever():
         list(read)
     process.join(5)
     assert process.exitcode == -signal.SIGKILL  # Python itself would wait for it, too
+
+
+def test_a_process_that_stops_between_two_epochs_is_an_error_too():
+    """Persistent processes fetch the first batches when an epoch begins: a traceback, and a wait for ever."""
+    options = load_config("configs/default.yaml", ["phase1.loader.num_workers=1", "phase1.loader.timeout_s=2"])
+    loader = make_loader(Stuck(), [[0]], options.phase1.loader, False)
+    assert list(windows(loader, 1, True)) == [[[0]]]
+    process = multiprocessing.active_children()[-1]
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="timed out after 2.*stuck"):
+        list(windows(loader, 1, True))
+    process.join(5)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_no_room_for_the_locks_of_processes_is_one_message(monkeypatch, made, tmp_path):
