@@ -9,7 +9,7 @@ from helpers import episode, equal, nobody
 from configs import load_config
 from env import graph
 from env.road import Road
-from env.scenarios import build_scenario
+from env.scenarios import build_scenario, own_scale
 from env.tails import came_from
 from env.traffic_env import TrafficEnv
 from evaluate import evaluate
@@ -213,3 +213,11 @@ def test_name_of_a_route_that_comes_back_within_a_step_is_another_way(make, grid
         begin = env.routes.start[0]
         assert env.routes.flat[begin:begin + len(way)].tolist() == [env.road.edge_index[edge] for edge in way]
     assert names[0] == names[1] and env.routes.checks[0] == 5
+
+
+@pytest.mark.parametrize("encoding, scale", [("GB2312", 2.5), ("Shift_JIS", 2.5), ("utf-8", 2.5), ("none", 1.0)])
+def test_encodings_that_pythons_parser_does_not_know(tmp_path, encoding, scale):
+    """A traceback, "multi-byte encodings are not supported"; SUMO reads them (and says so where it does not)."""
+    text = f'<?xml version="1.0" encoding="{encoding}"?><configuration><scale value="2.5"/><!-- 交通 --></configuration>'
+    (tmp_path / "my.sumocfg").write_bytes(text.encode("utf-8" if encoding == "none" else encoding))
+    assert own_scale(str(tmp_path / "my.sumocfg")) == scale
