@@ -31,7 +31,7 @@ from runtime.resources import threads_per_process as threads
 ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
 RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
-LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in the run folder
+LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in its folder
 BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
 RANKS = ("train_ddp", "train_rl")
 INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop

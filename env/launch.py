@@ -112,7 +112,12 @@ def launch(command, stderr):
     """Start `command` in its own process group, so that Ctrl-C reaches it only through us, and tied to our life.
 
     The process is killed with the *thread* that starts it, so call this from one that lives as long as it is needed.
+    SumoError where no further process may be started.
     """
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
-                            env=sumo_environment(), process_group=0,
-                            preexec_fn=functools.partial(_prepare_simulator, os.getpid()))
+    try:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+                                env=sumo_environment(), process_group=0,
+                                preexec_fn=functools.partial(_prepare_simulator, os.getpid()))
+    except OSError as error:
+        raise SumoError(f"SUMO's process does not start ({error.strerror}): raise the limit on processes or open files "
+                        "(ulimit -u, ulimit -n, a container's pids), or lower rollout.num_workers") from None

@@ -22,7 +22,7 @@ from configs.show import show
 from data.dataset import BlockSampler
 from data.layout import DataError, chunk_offset, read_description, read_json
 from data.preprocess import _ranges, destinations, preprocess
-from env.launch import SumoError
+from env.launch import SumoError, launch
 from env.scenarios import build_scenario
 from env.workers import WorkerError
 from runtime import checkpoint, distributed, resources, rollout, training
@@ -52,6 +52,14 @@ def a_folder(folder):
     """It was "no such file"."""
     (folder / "of_my_town.sumocfg").mkdir()
     scenario("of_my_town.sumocfg", folder)
+
+
+def without_processes(monkeypatch):
+    """A traceback: "Resource temporarily unavailable"."""
+    def refuse(*_, **__):
+        raise OSError(11, "Resource temporarily unavailable")
+    monkeypatch.setattr("env.launch.subprocess.Popen", refuse)
+    launch(["sumo"], None)
 
 
 def without_network(folder):
@@ -150,6 +158,8 @@ CASES = [
     ("expected a .sumocfg, its path", lambda t, m, r: scenario("typo.sumocfg", t),
      ["typo.sumocfg: no such file", "relative to", "/"]),
     ("expected a .sumocfg", lambda t, m, r: a_folder(t), ["of_my_town.sumocfg: a folder; expected"]),
+    ("SUMO's process does not start", lambda t, m, r: without_processes(m),
+     ["Resource temporarily unavailable", "ulimit -u", "rollout.num_workers"]),
     ("names no network; expected", lambda t, m, r: without_network(t),
      ["my.sumocfg", "names no network", "net-file"]),
     ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),
