@@ -301,7 +301,7 @@ def score_all(configs, controllers, seeds, models, folder, same):
 
 def to_record(summary):
     """Whose episode is recorded: without control, the best rule, and the policy."""
-    rules = sorted(summary.keys() - {"none", "policy"}, key=lambda name: summary[name]["s_total"]["mean"])
+    rules = sorted(summary.keys() - {"none", "policy"}, key=lambda name: (summary[name]["s_total"]["mean"], name))
     return ["none", *rules[-1:], *(["policy"] if "policy" in summary else [])]
 
 

@@ -13,7 +13,7 @@ def parse(doc, arguments=None, add=None, load=True):
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.register("action", None, Once)
-    parser.add_argument("--config", default="configs/default.yaml", help="YAML file (default: %(default)s)")
+    parser.add_argument("--config", default="configs/default.yaml", help="YAML file (default: configs/default.yaml)")
     if add:
         add(parser)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the configuration")

@@ -116,6 +116,7 @@ def _fill_chunks(cfg, raw, out, meta, plan, shape, meanwhile):
     done = read_json(progress, "a list of chunks", list) if progress.exists() else []
     for name, size in plan["sizes"].items():
         if not (out / name).exists() and not (out / f"{name}.part").exists():
+            progress.unlink(missing_ok=True)  # first: the next call would take the zeros for samples
             write_array(out / f"{name}.part", np.zeros((size, shape.frames), dtype))
             done = []
     console.begin("preprocess: raw chunk", len(done))

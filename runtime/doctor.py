@@ -75,8 +75,9 @@ def gpu_facts():
 def place(key, folder):
     """Where data and runs lie: not on a Windows drive, and with space left."""
     if on_windows_drive(folder):
+        own = Path.home() / Path(folder).name
         return Finding(WARN, key, f"{Path(folder).resolve()} is a Windows drive, several times slower than WSL2's own",
-                       f"set {key} to a folder below your Linux home, for example {key}={Path.home() / folder}")
+                       f"set {key} to a folder below your Linux home, for example {key}={own}")
     return machine.space(folder, 5, key, f"free some, or set {key} to another drive")
 
 

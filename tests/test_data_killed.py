@@ -79,6 +79,22 @@ def test_preprocessing_survives_one_kill_after_the_other(raw):
     assert lives > 1 and hashes(graphs(raw)) == expected
 
 
+def test_a_lost_half_built_chunk_is_built_again_however_often_it_dies(raw, monkeypatch):
+    """The list of what it held was forgotten in memory only: after one more kill its zeros were training samples."""
+    def die(*_):
+        raise KeyboardInterrupt
+    cfg = config(raw)
+    expected = hashes(preprocess(cfg, silent))
+    remove_graphs(raw)
+    for function, lost in (("_finish_chunk", ()), ("build_record", ("*/chunk_000.npy.part", "*/*/chunk_000.npy.part"))):
+        for path in [path for pattern in lost for path in (raw / "processed").glob(pattern)]:
+            path.unlink()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"data.preprocess.{function}", die)
+            preprocess(cfg, silent)
+    assert hashes(preprocess(cfg, silent)) == expected
+
+
 @pytest.mark.parametrize("files", [(1, 2, 4)])
 def test_collection_survives_kills(recorded, tmp_path, files):
     """Killed as soon as so many of the 8 files are there; workers and their SUMOs end with it.

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from runtime.checkpoint import CheckpointError, SaveError
 from runtime.distributed import Team
 from runtime.ending import note, run_script
 from runtime.guard import MemoryGuard, budgets, next_level, split, table
-from runtime.memory import cgroup_memory, process_tree, proportional_mb, tree_root
+from runtime.memory import Sampler, cgroup_memory, process_tree, proportional_mb, tree_root
 from runtime.metrics import VOCABULARY, read_metrics
 from runtime.resources import usable_cores
 from runtime.rollout import Collector
@@ -51,6 +52,9 @@ def test_levels_rise_at_a_mark_and_fall_below_it():
 @pytest.fixture
 def guarded(monkeypatch):
     """guarded(shares, cfg) -> (guard, stop): each sample finds the next share of the limit."""
+    for thread in threading.enumerate():  # of a program that another test has run: it took shares that were meant here
+        if isinstance(thread, Sampler):
+            thread.end()
     monkeypatch.setattr(MemoryGuard, "start", lambda self: None)  # the test samples
 
     def build(shares=(), cfg=None):
@@ -330,6 +334,7 @@ def test_what_the_first_rank_to_end_says_outweighs_the_lost_connections_of_other
 
 OUT_OF_MEMORY_ONCE = """
 import sys
+import threading
 if sys.argv and sys.argv[0].endswith("train_rl.py") and "memory.split=2" not in sys.argv:
     import torch
     def want(*_, **__):

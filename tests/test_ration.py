@@ -115,3 +115,9 @@ def test_each_policy_of_the_pareto_table_drives_behind_its_own_cap(monkeypatch):
 def test_what_a_lane_change_costs_is_the_same_to_the_environment_and_the_model():
     """The model may not import the environment, so the number stands in both."""
     assert LANE_CHANGE == controller.LANE_CHANGE
+
+
+def test_an_order_stands_as_many_steps_as_it_does_in_traffic():
+    """0.6 / 0.2 is a little below 3 for a computer: the last step of an order that is not told again was billed."""
+    cfg = load_config("configs/default.yaml", ["env.control_interval=0.2", "env.lane_change_hold_s=0.6"])
+    assert Rationed(None, cfg).hold == 3

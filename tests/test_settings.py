@@ -188,3 +188,11 @@ def test_a_benchmark_makes_nothing_of_an_unfinished_phase(monkeypatch, code, ask
     except SystemExit as end:
         ended = end.code
     assert ended == expected and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_an_episode_is_as_long_as_its_fragment_also_where_floats_miss_it():
+    """55 / 1.1 is a little below 50 for a computer: refused."""
+    words = ["env.horizon_s=55", "env.control_interval=1.1", "phase2.fragment_length="]
+    assert load_config("configs/default.yaml", [*words[:2], words[2] + "50"]).phase2.fragment_length == 50
+    with pytest.raises(ConfigError, match="51 is longer than an episode of 50 control steps"):
+        load_config("configs/default.yaml", [*words[:2], words[2] + "51"])
