@@ -59,9 +59,9 @@ class Routes:
         unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
-        new = [name for name, first in zip(ids, fresh.tolist()) if first]
-        if self.step and new and simulator.hardest_braking(new) > self.leader_decel + 1e-6:  # SUMO's motorcycles
-            self.always, self.checks = self.always | SAFE_SPEED, self.checks | SAFE_SPEED  # they may lead anybody
+        new = [ids[i] for i in changed if fresh[i]] if self.step and not self.always else ()
+        if new and simulator.hardest_braking(new) > self.leader_decel + 1e-6:  # SUMO's motorcycles: may lead anybody
+            self.always, self.checks = SAFE_SPEED, self.checks | SAFE_SPEED
         for i in changed:
             slot, way = slots[i], self.known[routes[i]]
             other = fresh[i] or (self.of_slot[slot], self.start[slot]) != (routes[i], way[0])
