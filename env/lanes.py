@@ -36,6 +36,7 @@ def oncoming_lanes(network):
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
 TRUE = ("1", "yes", "true", "on", "x", "t")  # as SUMO reads it
 FAR_M = 1000.0  # how far drivers look along their route when they choose a lane of a fork
+SLOWER = 1.0  # by so much lower is a speed limit for which drivers brake, m/s
 LONGEST_STEP_S = 0.2  # SUMO's step for which the shield alone prevents collisions; at 0.25 s some touch who stops
 
 
@@ -43,18 +44,20 @@ def special_lanes(client):
     """{part of env.road.Road: ids of lanes, or what is said of them}. crossing: junction lanes that cross or meet
     others, or that a light closes; all, where one may be beside another on a lane (sublane model) or on two at once
     (lane changes that take time), and where vehicles move otherwise than the shield reckons (ballistic integration,
-    which an action step length for all brings too; steps so long that a leader's stop is seen too late). closed: not
-    for passenger cars.
+    which an action step length for all brings too; steps so long that a leader's stop is seen too late), and those
+    whose speed limit may fall at any time. limits: speed limits, m/s. closed: not for passenger cars.
     walked: where persons walk among these. barred: the kinds of vehicles for which a lane is closed. solid: lanes that
     passenger cars may not leave to the left (1), to the right (-1). oncoming: oncoming_lanes."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
               or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
+    signed = {i for sign in client.variablespeedsign.getIDList() for i in client.variablespeedsign.getLanes(sign)}
     lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if unsure or i in lit or (i.startswith(":") and lane.getInternalFoes(i))]
+    crossing = [i for i in ids if unsure or i in lit | signed or (i.startswith(":") and lane.getInternalFoes(i))]
     barred, network = {i: kinds for i in ids if (kinds := lane.getDisallowed(i))}, network_of(client)
     lines = ids if b" changeLeft=" in network or b" changeRight=" in network else ()  # two questions for every lane
     return {"crossing": crossing, "barred": barred, "oncoming": oncoming_lanes(network),
+            "limits": [lane.getMaxSpeed(i) for i in ids],
             "closed": [i for i in ids if "passenger" in barred.get(i, ())],
             "walked": [i for i in ids if i[0] != ":" and not {"pedestrian", "passenger"} & {*barred.get(i, ())}],
             "solid": {side: [i for i in lines if "passenger" not in lane.getChangePermissions(i, side)]
@@ -86,6 +89,12 @@ def straight_on(road, lane, edges, known, left=FAR_M):
         known[key] = road.lane_length[lane] + max((straight_on(road, one, edges[1:], known, rest) for one in following),
                                                   default=0.0)
     return known[key]
+
+
+def slower_lanes(link_lane, limits):
+    """Whether a lane's speed limit is clearly lower than that of one which leads to it, [L]."""
+    lower = (link_lane >= 0) & (limits[link_lane] < limits[:, None] - SLOWER)
+    return np.isin(np.arange(len(limits)), link_lane[lower])
 
 
 def behind_junction(road, lane):

@@ -6,7 +6,8 @@ import functools
 
 import numpy as np
 
-from env.lanes import distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, taken_link, upstream
+from env.lanes import (distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, slower_lanes, taken_link,
+                       upstream)
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
@@ -22,12 +23,13 @@ class Road:
     whether an edge is in one; beside: {1 left, -1 right: [L + 1] lane or -1}; met_by: env.tails.meeting_lanes, meets
     [L]: whether a lane is among them; crosses [L]: somebody may come from the side; to_crossing [L]: way from the
     lane's end to the next such lane, m, inf beyond `reach`; behind [L]: directly behind one; walked, to_walked [L]: the
-    same of lanes on which persons walk; forked [L]: several links lead to the same next edge; closed [L]: not for cars,
-    such as pavements; barred {lane: kinds of vehicles}; solid {1 left, -1 right: [L]}: not to be left there; oncoming
-    [L]: drivers overtake among the oncoming traffic; driving_number [L]: lane_number without the closed ones to its
-    right."""
+    same of lanes on which persons walk; to_slower [L]: of lanes with a lower speed limit than before; forked [L]:
+    several links lead to the same next edge; closed [L]: not for cars, such as pavements; barred {lane: kinds
+    of vehicles}; solid {1 left, -1 right: [L]}: not to be left there; oncoming [L]: drivers overtake among the oncoming
+    traffic; driving_number [L]: lane_number without the closed ones to its right."""
 
-    def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=(), walked=(), barred=None, solid=None):
+    def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=(), walked=(), barred=None, solid=None,
+                 limits=None):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
         searched at most `reach` m upstream. The others: see env.lanes.special_lanes."""
         names = [lane for lane, _, _ in lanes]
@@ -70,6 +72,7 @@ class Road:
                                          self.internal | self.closed | self.solid[side], self.closed)
                        for side in (1, -1)}
         self.to_crossing, self.to_walked = self._way_to(self.crosses), self._way_to(self.walked)
+        self.to_slower = self._way_to(slower_lanes(self.link_lane, np.array(limits or [0.0] * len(names))))
         self.behind = np.isin(np.arange(len(lanes)), self.link_lane[self.crosses & self.internal])
         self.fork = functools.lru_cache(10_000)(functools.partial(taken_link, self))
         shut = self.closed[edge_lanes] & (edge_lanes >= 0)

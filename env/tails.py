@@ -108,9 +108,10 @@ def near(there, way, lane, scene):
 def unforeseen(road, lane, scene, persons, overflow, lookahead):
     """Whether each vehicle may meet, before it could stop, whom the shield does not know: who comes from the side, who
     walks among the cars (if there are `persons`), who has no slot (if there is an `overflow`), or whoever stands
-    further away than it looks ahead (`lookahead` m)."""
+    further away than it looks ahead (`lookahead` m); or a lower speed limit, which SUMO's drivers see in time."""
+    lower = scene["lane_end"] + road.to_slower[lane] < stopping_way(scene["speed"])
     blind = scene["speed"] ** 2 / (2 * FULL_BRAKING) + scene["speed"] > lookahead
-    unknown = near(road.crosses, road.to_crossing, lane, scene) | blind | (overflow > 0)
+    unknown = near(road.crosses, road.to_crossing, lane, scene) | blind | lower | (overflow > 0)
     return unknown | near(road.walked, road.to_walked, lane, scene) if persons else unknown
 
 
