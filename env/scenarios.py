@@ -79,6 +79,13 @@ def own_scale(scenario):
         return 1.0
 
 
+def without_outputs(scenario):
+    """Words for SUMO's command line that send what a .sumocfg lets it write (`fcd-output` ...) nowhere: simulators that
+    run at once would write over each other, and over what the user has there."""
+    return [word for name, value in options_of(scenario).items() if value and name.endswith("-output")
+            for word in (f"--{name}", os.devnull)]
+
+
 def check_traffic(name, arguments, horizon_s):
     """SumoError where SUMO will not drive a user's scenario to its end, as for a route over edges that do not meet. Its
     words are passed on where it leaves traffic out (what does not stand in the order of departures; `--no-warnings`

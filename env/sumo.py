@@ -18,7 +18,7 @@ from traci.storage import Storage
 from env import wire
 from env.lanes import special_lanes
 from env.launch import OURS, SumoError, explained, find_binary, launch
-from env.scenarios import own_scale
+from env.scenarios import own_scale, without_outputs
 from env.wire import Accelerate, ChangeLane, SetModes
 
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
@@ -229,7 +229,7 @@ def episode_arguments(scenario, seed, env_cfg):
             "--no-step-log", "--no-warnings", "--xml-validation", "never", "--time-to-teleport",
             str(env_cfg.teleport_s), "--collision.action", "warn", "--collision.check-junctions",
             "--duration-log.disable", "--max-depart-delay", "-1", "--time-to-teleport.remove", "false", *OURS,
-            "--threads", "1"]  # with more of them no episode would be like another
+            *without_outputs(scenario), "--threads", "1"]  # with more of them no episode would be like another
 
 
 def open_simulator(arguments, env_cfg):

@@ -221,3 +221,18 @@ def test_encodings_that_pythons_parser_does_not_know(tmp_path, encoding, scale):
     text = f'<?xml version="1.0" encoding="{encoding}"?><configuration><scale value="2.5"/><!-- 交通 --></configuration>'
     (tmp_path / "my.sumocfg").write_bytes(text.encode("utf-8" if encoding == "none" else encoding))
     assert own_scale(str(tmp_path / "my.sumocfg")) == scale
+
+
+def test_what_a_configuration_lets_sumo_write_is_not_written(road, drive, tmp_path):
+    """It wrote over the user's own results, half of them when it was closed; and refused where the folder was missing,
+    in which it writes nothing now."""
+    (tmp_path / "fcd.xml").write_text("mine")
+    outputs = "".join(f'<{name}-output value="{file}"/>' for name, file in (
+        ("fcd", "fcd.xml"), ("tripinfo", "missing/trips.xml"), ("summary", "summary.xml"),
+        ("emission", "emission.xml")))
+    env = drive(road(NODES, EDGES, FLOW, f"<output>{outputs}</output>"), "env.horizon_s=60")
+    for _ in range(10):
+        env.command(*nobody(env))
+    env.close()
+    assert (tmp_path / "fcd.xml").read_text() == "mine"
+    assert not [name for name in ("missing", "summary.xml", "emission.xml") if (tmp_path / name).exists()]
