@@ -11,10 +11,13 @@ import pytest
 from traci.exceptions import FatalTraCIError
 
 import env as env_package
+import train_ddp
+import train_rl
 from env.baselines import make_baseline
 from env.inprocess import LibSumo
 from env.launch import SumoError
 from env.wire import Accelerate, ChangeLane, SetModes
+from runtime.ending import run_script
 
 from helpers import FLOWS, episode, equal, random_commands
 
@@ -122,11 +125,12 @@ def test_missing_libsumo_is_one_message(monkeypatch):
         LibSumo([])
 
 
-def test_two_environments_per_worker_are_refused_with_libsumo():
-    done = subprocess.run([sys.executable, "train_rl.py", "--config", "configs/smoke.yaml", "env.backend=libsumo",
-                           "rollout.num_envs_per_worker=2"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "env.backend=libsumo with rollout.num_envs_per_worker=2" in done.stderr
+def test_two_environments_per_worker_are_refused_with_libsumo(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_rl.py", "--config", "configs/smoke.yaml", "env.backend=libsumo",
+                                      "rollout.num_envs_per_worker=2"])
+    assert run_script(train_rl.main, train_ddp.USER_ERRORS) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "env.backend=libsumo with rollout.num_envs_per_worker=2" in told
 
 
 def test_environment_with_traci_does_not_import_libsumo():

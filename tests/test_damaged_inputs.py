@@ -150,6 +150,7 @@ def test_full_disk_while_the_configuration_is_written_keeps_the_old_one(tmp_path
 def test_full_disk_ends_the_coordinator_with_one_message(tmp_path, full, monkeypatch, capsys):
     """It was a traceback, and state.json went on saying "running"."""
     monkeypatch.setattr(sys, "argv", ["coordinator.py", "--config", "configs/smoke.yaml", f"run.folder={tmp_path}"])
+    monkeypatch.setattr(coordinator, "resource_plan", lambda cfg: {})  # asks a process that imports PyTorch
     assert coordinator.main() == 1
     assert "error: " in (told := capsys.readouterr().err) and "state.json: could not be written" in told
 

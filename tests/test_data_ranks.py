@@ -1,8 +1,9 @@
-"""Phase 1's data over ranks, through the real command line under torchrun: no sample lost or repeated when the number
-of ranks changes in the middle of an epoch, and rows with NaN are a decision that all ranks take together.
+"""Phase 1's data over ranks: no sample lost or repeated when the number of ranks changes in the middle of an epoch, and
+rows with NaN are a decision that all ranks take together.
 
 A driver runs train_ddp.py unchanged, but notes which samples each optimiser step has used, and can end a run early with
-the SIGTERM that a user would send.
+the SIGTERM that a user would send. It forks its ranks, which so import PyTorch once (the optimisers' part of it too);
+torchrun starts them where ranks end with an error, of which it hears and tells.
 """
 import hashlib
 import os
@@ -19,9 +20,21 @@ from data.dataset import ChunkedDataset
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
 import hashlib, os, signal, sys
+import torch._dynamo
 import train_ddp
+from env.sumo import free_port
 
-steps, last, log = 0, int(sys.argv.pop(1)), f"{sys.argv.pop(1)}.{os.environ.get('RANK', 0)}"
+ranks, last, log, steps, others = int(sys.argv.pop(1)), int(sys.argv.pop(1)), sys.argv.pop(1), 0, []
+if ranks > 1:
+    os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                      MASTER_PORT=str(free_port()), RANK="0", LOCAL_RANK="0")
+for rank in range(1, ranks):
+    if not (pid := os.fork()):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        others = []
+        break
+    others.append(pid)
+log = f"{log}.{os.environ.get('RANK', 0)}"
 step, save = train_ddp.optimiser_step, train_ddp.Progress.save
 
 def digest(tensor):
@@ -42,27 +55,29 @@ def noted_save(progress, *more, **options):
     return save(progress, *more, **options)
 
 train_ddp.optimiser_step, train_ddp.Progress.save = noted_step, noted_save
-sys.exit(train_ddp.run_script(train_ddp.main, train_ddp.USER_ERRORS))
+code = train_ddp.run_script(train_ddp.main, train_ddp.USER_ERRORS)
+sys.exit(code or any([os.waitpid(pid, 0)[1] for pid in others]))
 """
 
 
 @pytest.fixture
 def train(copy, tmp_path):
-    """train(ranks, last step or 0, run name, *overrides) -> (finished process, lines noted by each rank)."""
+    """train(ranks, last step or 0, run name, *overrides, torchrun=False) -> (finished process, each rank's notes)."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     calls = []
 
-    def run(ranks, last, name, *overrides):
+    def run(ranks, last, name, *overrides, torchrun=False):
         calls.append(name)
         log = tmp_path / f"log{len(calls)}"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
+        forked = 1 if torchrun else ranks
         words = ["--phase", "1", "--config", "configs/smoke.yaml", f"data.folder={copy}", f"data.samples={SAMPLES}",
                  "data.samples_per_chunk=5", "run.threads=1", f"run.name={name}", "phase1.epochs=1",
                  "phase1.stage1_epochs=0", "phase1.batch_size=2", *overrides]
-        done = subprocess.run([sys.executable, *launcher, str(driver), str(last), str(log), *words], cwd=tmp_path,
-                              env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([sys.executable, *launcher, str(driver), str(forked), str(last), str(log), *words],
+                              cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         notes = [Path(f"{log}.{rank}") for rank in range(ranks)]
         return done, [path.read_text().splitlines() if path.exists() else [] for path in notes]
     return run
@@ -114,7 +129,7 @@ def test_all_ranks_leave_out_rows_with_nan(copy, train):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_stop_at_a_row_with_nan(copy, train, ranks):
     name, = spoil(graphs(copy), [5])
-    done, notes = train(ranks, 0, "stopping")
+    done, notes = train(ranks, 0, "stopping", torchrun=ranks > 1)
     errors = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and name in errors[0] and "data.on_bad_row=skip" in errors[0]
     assert done.returncode == 2 if ranks == 1 else done.returncode != 0

@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 300  # s; generous, because nothing here measures time
 MARK, ENVIRONMENT = marked_environment(PYTHONPATH=str(ROOT))
 # One process and one thread: then a phase is determined bit by bit. Enough epochs for an interrupt in the middle.
-SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=80",
-         "phase1.epochs=6", "phase2.iterations=4", "phase2.imitate_corrections=1", "phase2.imitate_keep=1",
-         "phase3.epochs=4"]
-EPOCHS = {1: 6, 2: 4, 3: 4}
+SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "evaluate.horizon_s=60",
+         "evaluate.controllers=[none, random, harmonise, policy]", "phase1.epochs=4", "phase2.iterations=3",
+         "phase2.imitate_corrections=1", "phase2.imitate_keep=1", "phase3.epochs=3"]
+EPOCHS = {1: 4, 2: 3, 3: 3}
 SUMOCFG = "<configuration><input>{}</input></configuration>"
 SCRIPT = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
 
@@ -96,9 +96,10 @@ def finished(tmp_path_factory):
     folder, shared = tmp_path_factory.mktemp("pipeline"), set(os.listdir("/dev/shm"))
     first = interrupt(folder, "smoke", 2, "coordinator.py", *SMOKE)
     left, state = survivors(MARK), json.loads((folder / "runs/smoke/state.json").read_text())
+    done = checkpoint.load(folder / "runs/smoke/phase2")["epoch"]
     second = run(folder, "coordinator.py", *SMOKE)
     return SimpleNamespace(folder=folder, run=folder / "runs/smoke", first=first, second=second, left=left, state=state,
-                           after=(survivors(MARK), leaked_memory(shared)))
+                           done=done, after=(survivors(MARK), leaked_memory(shared)))
 
 
 def test_interrupt_stops_the_pipeline_cleanly(finished):
@@ -112,7 +113,9 @@ def test_interrupt_stops_the_pipeline_cleanly(finished):
 
 def test_same_command_continues_to_the_end(finished):
     assert finished.second.returncode == 0, finished.second.stderr
-    assert "==== phase1" not in finished.second.stdout and "resumed from" in finished.second.stdout
+    assert finished.done < EPOCHS[2]  # else the interrupt came too late to show anything
+    said = finished.second.stdout
+    assert "==== phase1" not in said and "resumed from" in said and f"(epoch {finished.done}," in said
     state = json.loads((finished.run / "state.json").read_text())
     assert {name: step["status"] for name, step in state["steps"].items()} == dict.fromkeys(coordinator.STEPS, "done")
     for phase, last in EPOCHS.items():
@@ -130,7 +133,7 @@ def test_warm_start_hands_over(finished):
     """The rule drives, corrects, leaves; imitation's rate falls. A rule's return once made the "best" policy."""
     p = load_config("configs/smoke.yaml", SMOKE[2:]).phase2
     rows = [row for row in read_metrics(finished.run / "metrics.jsonl") if row["phase"] == 2]
-    assert [row["lr"] for row in rows] == pytest.approx([p.imitate_lr, p.imitate_lr / 2, p.lr, p.lr])
+    assert [row["lr"] for row in rows] == pytest.approx([p.imitate_lr, p.imitate_lr / 2, p.lr])
     folder = finished.run / "phase2"
     best = checkpoint.load_step(folder / (folder / "best").read_text())["counters"]
     assert best["epoch"] > 1 and -best["best"] == rows[best["epoch"] - 1]["reward"]
@@ -144,7 +147,8 @@ def test_second_call_runs_nothing_again(finished):
 
 
 def test_results_have_the_promised_structure(finished):
-    results, e = json.loads((finished.run / "evaluation.json").read_text()), load_config("configs/smoke.yaml").evaluate
+    results = json.loads((finished.run / "evaluation.json").read_text())
+    e = load_config("configs/smoke.yaml", SMOKE[2:]).evaluate
     rows, facts = results["episodes"], (results["scenario"], results["seeds"], results["sumo_version"])
     assert facts == ("corridor", e.seeds, version("eclipse-sumo"))
     assert [(r["controller"], r["seed"]) for r in rows] == [(c, s) for c in e.controllers for s in e.seeds]
@@ -176,8 +180,9 @@ def test_report_is_one_file_that_needs_no_network(finished):
 # ---- resuming --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("phase", [1, 2, 3])
-def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
-    """Against phases 1 and 3 of the pipeline, which nobody interrupted, and a phase 2 that runs through."""
+def test_interrupted_phase_continues_to_the_same_weights(finished, phase, monkeypatch, capsys):
+    """Against phases 1 and 3 of the pipeline, which nobody interrupted. Its phase 2 was interrupted and has continued:
+    to the weights of one that runs through."""
     def start(name):
         if phase > 1:  # from where the pipeline's own phase began
             shutil.copytree(finished.run / f"phase{phase - 1}", finished.folder / "runs" / name / f"phase{phase - 1}")
@@ -187,21 +192,21 @@ def test_interrupted_phase_continues_to_the_same_weights(finished, phase):
     assert first.returncode == 0 and "stopped and saved" in first.stdout and survivors(MARK) == [], first.stdout
     done = checkpoint.load(own)["epoch"]
     assert done < EPOCHS[phase]  # else the interrupt came too late to show anything
-    second = run(finished.folder, *words)
-    assert second.returncode == 0 and f"(epoch {done}," in second.stdout, second.stderr
-    assert progress(own.parent, phase) == list(range(1, EPOCHS[phase] + 1))
-    assert_same_weights(own, finished.run / f"phase{phase}")  # phase 2: interrupted within the coordinator
     if phase == 2:
-        words, through = start("through")
-        assert run(finished.folder, *words).returncode == 0
-        assert_same_weights(own, through)
+        words, own = start("through")
+    capsys.readouterr()
+    assert Here(finished.folder, monkeypatch, capsys).code(*words) == 0
+    assert (f"(epoch {done}," in capsys.readouterr().out) == (phase != 2)
+    assert progress(own.parent, phase) == list(range(1, EPOCHS[phase] + 1))
+    assert_same_weights(own, finished.run / f"phase{phase}")
 
 
 # ---- evaluating ------------------------------------------------------------------------------------------------
 
-def scores(folder, name, *words):
-    """Rows of evaluate.py by (controller, seed)."""
-    done = run(folder, "evaluate.py", "--out", f"{name}/results.json", *words)
+def scores(folder, name, *words, here=None):
+    """Rows of evaluate.py by (controller, seed); `here`: in this process."""
+    words = ["evaluate.py", "--out", f"{name}/results.json", *words]
+    done = SimpleNamespace(returncode=here.code(*words), stderr="") if here else run(folder, *words)
     assert done.returncode == 0 and (folder / name / "results.csv").exists(), done.stderr
     return rows_of(folder / name / "results.json")
 
@@ -223,8 +228,8 @@ def eager(finished):
 
 def test_pareto_trains_each_limit_once_and_scores_all(finished, monkeypatch, capsys):
     (finished.folder / "other.yaml").write_text("base: runs/smoke/config.yaml\nphase3: {epochs: 1}\n")
-    words = ["--run", "runs/smoke", "--limits", "0.05", "--price", "3", "--seeds", "1001",
-             "evaluate.horizon_s=40"]
+    short = ["--seeds", "1001", "evaluate.horizon_s=20", "evaluate.workers=1"]
+    words = ["--run", "runs/smoke", "--limits", "0.05", "--price", "3", *short]
     done = run(finished.folder, "benchmarks.pareto", *words, "--config", "other.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     folders = [finished.folder / "runs" / f"smoke-{name}" for name in ("limit-0.05", "price-3")]
@@ -237,7 +242,7 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished, monkeypatch, cap
     here = Here(finished.folder, monkeypatch, capsys)
     assert "expected numbers such as" in here.refused("benchmarks.pareto", *words[:2], "--limits", "0.05,low")
     before = tree(folders[0] / "phase3")
-    assert run(finished.folder, "benchmarks.pareto", *words, "--cap", "phase3.epochs=1").returncode == 0
+    assert here.code("benchmarks.pareto", *words[:4], "--cap", *short, "phase3.epochs=1") == 0
     assert not written_since(before, folders[0] / "phase3")
     for setting in ("phase3.lr=0.5", "evaluate.leave_below=25.0", "run.seed=9"):
         said = here.refused("benchmarks.pareto", *words, setting)
@@ -249,15 +254,16 @@ def test_pareto_trains_each_limit_once_and_scores_all(finished, monkeypatch, cap
     assert not written_since(before, folders[0] / "phase3")
 
 
-def test_evaluation_depends_on_neither_workers_nor_order(finished, eager):
+def test_evaluation_depends_on_neither_workers_nor_order(finished, eager, monkeypatch, capsys):
     several = ["--controllers", "policy", "--seeds", "1002,1001", "evaluate.workers=3"]
     again, before = scores(finished.folder, "a", "--checkpoint", "runs/smoke", *several), rows_of(
         finished.run / "evaluation.json")
     assert again == {job: before[job] for job in again}
     one = ["--controllers", "policy", "--seeds", "1001-1002", "evaluate.workers=1"]
-    rows = scores(finished.folder, "b", "--checkpoint", eager, *several)
+    here = Here(finished.folder, monkeypatch, capsys)
+    rows = scores(finished.folder, "b", "--checkpoint", eager, *several, here=here)
     assert list(rows) == list(again) == [("none", 1002), ("none", 1001), ("policy", 1002), ("policy", 1001)]
-    assert rows == scores(finished.folder, "c", "--checkpoint", eager, *one)
+    assert rows == scores(finished.folder, "c", "--checkpoint", eager, *one, here=here)
     assert all((row["controlled_vehicle_steps"] > 50) == (name == "policy") for (name, _), row in rows.items())
 
 
@@ -277,10 +283,10 @@ def user_network(folder):
     return folder / "town.sumocfg"
 
 
-def test_network_of_a_user_needs_no_change_of_code(eager, tmp_path):
-    town = user_network(tmp_path).name
+def test_network_of_a_user_needs_no_change_of_code(eager, tmp_path, monkeypatch, capsys):
+    town, here = user_network(tmp_path).name, Here(tmp_path, monkeypatch, capsys)
     rows = scores(tmp_path, "town", "--scenario", town, "--controllers", "none,policy", "--seeds", "7,8",
-                  "--checkpoint", eager, "evaluate.horizon_s=100")
+                  "--checkpoint", eager, "evaluate.horizon_s=100", here=here)
     assert json.loads((tmp_path / "town/results.json").read_text())["scenario"] == town and len(rows) == 4
     for (name, _), row in rows.items():
         assert row["loaded"] > 40 and row["arrived"] > 5 and 0 < row["sigma_v"] < 15 and row["steps"] == 100
@@ -304,20 +310,25 @@ def refused(folder, *words, may_write=None, launcher=False):
 
 
 class Here:
-    """Commands in this process, where each would spend seconds on importing PyTorch only to be refused. Processes of
-    their own show that every script ends as it should."""
+    """Commands in this process, where each would spend seconds on importing PyTorch. Processes of their own show that
+    every script ends as it should."""
 
     def __init__(self, folder, monkeypatch, capsys):
         self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
         monkeypatch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # pytest keeps its own handlers
 
-    def refused(self, script, *words):
-        """Standard error of a command that ends with 2, one message, and no file written."""
-        before, main = tree(self.folder), importlib.import_module(script.removesuffix(".py")).main
+    def code(self, script, *words):
+        """Exit code of a command."""
+        main = importlib.import_module(script.removesuffix(".py")).main
         with self.monkeypatch.context() as patch:
             patch.chdir(self.folder)
             patch.setattr(sys, "argv", [script, *map(str, words)])
-            assert run_script(main, train_ddp.USER_ERRORS) == 2
+            return run_script(main, train_ddp.USER_ERRORS)
+
+    def refused(self, script, *words):
+        """Standard error of a command that ends with 2, one message, and no file written."""
+        before, _ = tree(self.folder), self.capsys.readouterr()
+        assert self.code(script, *words) == 2
         said = self.capsys.readouterr().err
         assert said.count("error:") == 1 and not [path for path in written_since(before, self.folder) if path.is_file()]
         return said
@@ -330,6 +341,7 @@ GONE, EVALUATE = "env.scenario=gone.sumocfg", ["evaluate.py", "--config", "confi
     (["coordinator.py", *SMOKE, "phase1.epochz=3"], ["command line", "phase1.epochz", "did you mean phase1.epochs?"]),
     (["train_rl.py", "--config", "wrong.yaml"], ["wrong.yaml", "phase2.gama", "0.5", "phase2.gamma"]),
     (["train_rl.py", *SMOKE, "run.device=cuda"], ["run.device"]),
+    (["train_ddp.py", "--phase", "3", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
     ([*EVALUATE, "none", "--scenario", "gone.sumocfg"], ["gone.sumocfg"]),
     ([*EVALUATE, "none,polizy"], ["controllers", "polizy", "lane_advice, "]),
     ([*EVALUATE, "none", "--seeds", "1001-x"], ["--seeds", "1001-x"]),
@@ -344,9 +356,9 @@ def test_bad_input_is_one_message(tmp_path, words, expected, monkeypatch, capsys
 
 @pytest.mark.parametrize("words, expected", [
     (["coordinator.py", "--config", "mine.yaml"], ["mine.yaml"]),
-    *((["train_ddp.py", "--phase", phase, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for phase in "13"),
-    *(([script, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]) for script in ("train_rl.py", "data.collect")),
-    (["coordinator.py", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
+    (["train_ddp.py", "--phase", "1", *SMOKE, GONE], ["env.scenario", "gone.sumocfg"]),
+    *(([script, *SMOKE, GONE], ["env.scenario", "gone.sumocfg"])
+      for script in ("train_rl.py", "data.collect", "coordinator.py")),
     (["data.preprocess", *SMOKE], ["datasets/smoke/raw/metadata.json", "data.collect"]),
     ([*EVALUATE, "none", "--scenario", "bad.sumocfg"], ["bad.sumocfg", "SUMO said: Error", "fast"])],
     ids=lambda v: v[0] if len(v) > 2 else "")
@@ -361,19 +373,19 @@ def test_bad_input_is_one_message_and_nothing_starts(tmp_path, words, expected):
 
 
 @pytest.mark.parametrize("case", ["damaged", "foreign", "other interval", "foreign under torchrun"])
-def test_wrong_checkpoint_is_one_message(finished, tmp_path, case):
+def test_wrong_checkpoint_is_one_message(finished, tmp_path, case, monkeypatch, capsys):
     """Under torchrun, bad input ended with 1 and one message per rank, and the coordinator tried it a second time."""
-    folder = tmp_path / "runs" / "smoke" / "phase3"
+    folder, here = tmp_path / "runs" / "smoke" / "phase3", Here(tmp_path, monkeypatch, capsys)
     shutil.copytree(finished.run / "phase3", folder)
     if case == "damaged":
         for state in folder.glob("step_*/state.pt"):
             content = bytearray(state.read_bytes())
             content[len(content) // 2] ^= 1
             state.write_bytes(content)
-        message = refused(tmp_path, "evaluate.py", "--checkpoint", "runs/smoke", "--seeds", "1")
+        message = here.refused("evaluate.py", "--checkpoint", "runs/smoke", "--seeds", "1")
         assert all(str(Path(*path.parts[-5:])) in message for path in folder.glob("step_*/state.pt"))
     elif case == "other interval":
-        message = refused(tmp_path, "evaluate.py", "--checkpoint", "runs/smoke", "env.control_interval=0.5")
+        message = here.refused("evaluate.py", "--checkpoint", "runs/smoke", "env.control_interval=0.5")
         assert "control_interval" in message and "0.5" in message
     elif case == "foreign":
         message = refused(tmp_path, "train_ddp.py", "--phase", "3", *SMOKE, "model.preset=full",

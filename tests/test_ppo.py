@@ -2,6 +2,7 @@
 learners against one, through the real command line."""
 import copy
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from models.policy import Driver
 from models.risk_gnn import ICV
 from runtime import checkpoint
 from runtime.distributed import Team
+from runtime.ending import run_script
 from runtime.metrics import read_metrics
 from runtime.precision import HysteresisScaler, Precision
 from runtime.rollout import Collector
@@ -190,12 +192,19 @@ LEARNED = 2 * 2 * 100 // 20
 
 
 def learn(folder, ranks):
-    """Phase 2 in `folder` with so many learners: (its metrics, its weights)."""
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *start, str(ROOT / "train_rl.py"), *WORDS], cwd=folder, env=environment,
-                          capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    """Phase 2 in `folder` with so many learners, a single one in this process: (its metrics, its weights)."""
+    if ranks == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            patch.setattr(sys, "argv", ["train_rl.py", *WORDS])
+            patch.setattr(signal, "signal", lambda *_: signal.SIG_DFL)  # pytest keeps its own handlers
+            assert run_script(train_rl.main, train_ddp.USER_ERRORS) == 0
+    else:
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, *start, str(ROOT / "train_rl.py"), *WORDS], cwd=folder, env=environment,
+                              capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
     state = checkpoint.load(folder / "runs/smoke/phase2")
     return read_metrics(folder / "runs/smoke/metrics.jsonl"), state["weights"]["model"]
 
