@@ -34,12 +34,22 @@ def survivors(word, patience=20.0):
     return list(found.values())
 
 
-def leaked_memory(before):
-    """Names in /dev/shm that are not in `before` and that no living process maps: segments whose owners died."""
+def leaked_memory(before, patience=5.0):
+    """Names in /dev/shm that are not in `before` and that no living process maps: segments whose owners died. Those of
+    programs that live on go within the `patience` s: one may end between the two looks."""
+    end, found = time.monotonic() + patience, unmapped(before)
+    while found and time.monotonic() < end:
+        time.sleep(0.2)
+        found &= unmapped(before)
+    return sorted(found)
+
+
+def unmapped(before):
+    """Such names at this moment."""
     new, used = set(os.listdir("/dev/shm")) - before, ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             used += maps.read_text()
         except OSError:
             continue
-    return sorted(name for name in new if f"/dev/shm/{name}" not in used)
+    return {name for name in new if f"/dev/shm/{name}" not in used}
