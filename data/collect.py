@@ -138,7 +138,7 @@ def content_hash(sample):
 def _samples(env, data, controller, job, rng):
     """Yield up to job.samples samples from moments that are evenly spread over the episode."""
     length = data.history + data.future + 2 * data.margin
-    steps = int(env.env_cfg.horizon_s / env.env_cfg.control_interval + 1e-6)
+    steps = env.env_cfg.episode_steps
     wanted = np.linspace(length, steps, -(-job.samples // data.regions)).astype(int)
     frames, moment, left = deque(maxlen=length), 0, job.samples
     observation, _ = env.reset(seed=job.seed)
