@@ -173,7 +173,8 @@ def load_state(path, cfg):
     try:
         state = json.loads(path.read_text()) if path.exists() else {}
         done = {step: dict(facts) for step, facts in state.get("steps", {}).items()}
-        parts = dict(state.get("parts", {}))
+        parts = {step: int(number) for step, number in state.get("parts", {}).items()}
+        [float(facts.get("seconds", 0)) for facts in done.values()]
     except (ValueError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     names = sorted({variant.env.scenario for variant in cfg.variants()} | set(cfg.data.scenarios))
