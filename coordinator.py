@@ -104,7 +104,7 @@ def revision():
 def command_of(step, options, folder, plan):
     """The command line of one step."""
     shared, ranks = ["--config", options.config_file, *options.overrides], plan[step]["processes"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = ["-m", "runtime.ranks", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     ddp = [*launcher, str(ROOT / "train_ddp.py"), "--phase", step[-1], *shared]
     words = {"collect": ["-m", "data.collect", *shared], "preprocess": ["-m", "data.preprocess", *shared],
              "phase1": ddp, "phase2": [str(ROOT / "train_rl.py"), *shared], "phase3": ddp,
