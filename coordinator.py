@@ -104,7 +104,7 @@ def revision():
 def command_of(step, options, folder, plan):
     """The command line of one step."""
     shared, ranks = ["--config", options.config_file, *options.overrides], plan[step]["processes"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = ["-m", "runtime.ranks", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     ddp = [*launcher, str(ROOT / "train_ddp.py"), "--phase", step[-1], *shared]
     words = {"collect": ["-m", "data.collect", *shared], "preprocess": ["-m", "data.preprocess", *shared],
              "phase1": ddp, "phase2": [str(ROOT / "train_rl.py"), *shared], "phase3": ddp,
@@ -173,7 +173,8 @@ def load_state(path, cfg):
     try:
         state = json.loads(path.read_text()) if path.exists() else {}
         done = {step: dict(facts) for step, facts in state.get("steps", {}).items()}
-        parts = dict(state.get("parts", {}))
+        parts = {step: int(number) for step, number in state.get("parts", {}).items()}
+        [float(facts.get("seconds", 0)) for facts in done.values()]
     except (ValueError, AttributeError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it, every step finds its own work again") from None
     names = sorted({variant.env.scenario for variant in cfg.variants()} | set(cfg.data.scenarios))

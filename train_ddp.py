@@ -216,7 +216,7 @@ def phase3(cfg, team, guard):
     optimizer = torch.optim.AdamW([q for q in model.parameters() if q.requires_grad], p.lr, weight_decay=p.weight_decay)
     model.freeze("risk_gnn", *["world_model"] * (not p.world_model_weight))  # known to the optimiser: that may change
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
-    per_episode = math.ceil(round(cfg.env.horizon_s / cfg.env.control_interval / p.fragment_length, 6))  # epochs
+    per_episode = math.ceil(cfg.env.episode_steps / p.fragment_length)  # epochs
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
                                     costs=[])
     progress.resume(begun)

@@ -251,7 +251,7 @@ def one_learner_per_gpu(cfg):
     running a step knows more."""
     gpus = torch.cuda.device_count() if cfg.run.device != "cpu" else 0
     if gpus > 1 and "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", *sys.argv]
+        command = [sys.executable, "-m", "runtime.ranks", "--standalone", f"--nproc_per_node={gpus}", *sys.argv]
         if "EXIT_CODE_FILE" in os.environ:  # below the coordinator
             os.execv(sys.executable, command)
         threads = threads_per_process(cfg.run.threads, gpus, cfg.rollout.num_workers)

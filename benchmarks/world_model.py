@@ -55,7 +55,7 @@ def record(cfg, scene, controller, seed, folder):
     env, rng, drive = make_env(cfg, folder), np.random.default_rng(seed), make_baseline(controller, cfg)
     try:
         observation, _ = env.reset(seed=seed)
-        for _ in range(int(cfg.env.horizon_s / cfg.env.control_interval)):
+        for _ in range(cfg.env.episode_steps):
             lead, slot = np.full(cfg.env.max_vehicles, -1), np.array([env.slots.slot_of[i] for i in env.ids], int)
             position, lead[slot] = np.zeros(len(lead), np.float32), np.append(slot, -1)[env.scene["lead"]]
             position[slot] = env.scene["position"]

@@ -42,12 +42,12 @@ def cross_checks(c):
     if c.phase3.fragment_length < c.data.future:
         yield (f"phase3.fragment_length={c.phase3.fragment_length} is shorter than data.future={c.data.future}: "
                "no step would have targets")
-    length = round(c.env.horizon_s / c.env.control_interval, 6)  # 55 / 1.1 is a little less than 50
-    if c.phase2.fragment_length > length:
-        yield f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of {length:g} control steps"
+    steps = c.env.episode_steps
+    if c.phase2.fragment_length > steps:
+        yield f"phase2.fragment_length={c.phase2.fragment_length} is longer than an episode of {steps} control steps"
     if c.phase2.curriculum.enabled and len(c.env.suite) == 1:
         yield "phase2.curriculum.enabled=true needs the stages in env.suite"
-    if length < c.data.history + c.data.future + 2 * c.data.margin:
+    if steps < c.data.history + c.data.future + 2 * c.data.margin:
         yield (f"env.horizon_s={c.env.horizon_s} is shorter than one sample of data.history={c.data.history}, "
                f"data.future={c.data.future} and twice data.margin={c.data.margin} control steps")
     if c.phase1.augment.time_shift > c.data.margin:

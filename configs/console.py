@@ -3,9 +3,15 @@ import errno
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 
+FILES, PROCESSES, ROOM = ("raise the limit on open files (ulimit -n)", "raise the limit on processes (ulimit -u, a "
+                          "container's pids)", "make room, the same command continues")
+LIMITS = {errno.EMFILE: FILES, errno.ENFILE: FILES, errno.EAGAIN: PROCESSES, "can't start new thread": PROCESSES,
+          errno.ENOMEM: "close other programs", errno.ENOSPC: ROOM, errno.EDQUOT: ROOM}  # of the machine: what to do
+PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)  # nobody opens these
 EVERY_S = {"terminal": 0.2, "log": 30.0}
 _begun, _shown, _lasting = {}, [0.0], [""]  # {step: (time, how far it was)}, time of the last line, the last `always`
 
@@ -72,15 +78,26 @@ def again():
 
 def tell(error, mistakes, troubles, speaks=lambda: True):
     """Say what ended a command, if it `speaks`; returns its exit code. None where it is neither one of `mistakes` (or a
-    path that nobody can open: closed to us, with too long a name, or a link to itself) nor of `troubles`."""
+    path that nobody can open: closed to us, a folder, with too long a name, or a link to itself) nor of `troubles` (or
+    a limit of the machine, which is no mistake either where it is behind what looked like one)."""
     if isinstance(error, BrokenPipeError) and nobody_reads():
         return 1
-    if not (isinstance(error, (*mistakes, *troubles, PermissionError))
-            or getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP)):
+    trouble, known = isinstance(error, troubles), isinstance(error, (*mistakes, *troubles))
+    remedy = None if trouble else beyond(error, known)
+    if not (remedy or known or getattr(error, "errno", None) in PATHS):
         return None
     if speaks():
-        print(f"error: {error}", file=sys.stderr, flush=True)
-    return 1 if isinstance(error, troubles) else 2
+        more = f"; {remedy}" if remedy and "ulimit" not in str(error) else ""
+        print(f"error: {error}{more}", file=sys.stderr, flush=True)
+    return 1 if trouble or remedy else 2
+
+
+def beyond(error, behind):
+    """What to do about the limit of the machine that an error tells of, or one `behind` it; None where none does."""
+    while error is not None:
+        if remedy := LIMITS.get(getattr(error, "errno", str(error))):
+            return remedy
+        error = (error.__cause__ or error.__context__) if behind else None
 
 
 def nobody_reads():
@@ -146,5 +163,6 @@ def exit_code(work, mistakes, kept="", troubles=()):
             raise
         return code
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own end would tell of a second one
         print(f"stopped; {kept}{again()}", file=sys.stderr)
         return 0

@@ -4,6 +4,7 @@ The YAML files hold values; this file, configs/traffic.py and configs/phases.py 
 description and the limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine
 (see default.yaml).
 """
+import math
 from dataclasses import dataclass
 
 from configs.options import opt, sub
@@ -65,6 +66,11 @@ class EnvConfig:
     recycle_episodes: int = opt(200, "start a fresh SUMO process after so many episodes", low=1)
     call_timeout_s: float = opt(30.0, "a SUMO that answers later counts as frozen, s", low=0.1, high=1e6)
     start_timeout_s: float = opt(60.0, "time a SUMO gets to load its network, s", low=1, high=1e6)
+
+    @property
+    def episode_steps(self):
+        """Control steps of an episode; the last one may reach beyond the horizon."""
+        return math.ceil(round(self.horizon_s / self.control_interval, 6))  # 55 / 1.1 is a little less than 50
 
 
 @dataclass

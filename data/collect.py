@@ -9,14 +9,16 @@ so that [2, N] keeps most scenes of far fewer than N vehicles whole. An episode'
 the same command continues an interrupted collection. While collecting, SUMO's own safe-speed check stays on (speed mode
 31): the baselines are not shielded here.
 """
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from pathlib import Path
@@ -73,18 +75,20 @@ def run_episodes(cfg, jobs, folder, meanwhile):
     """Collect several episodes at once, each in a process with a SUMO of its own."""
     if not jobs:
         return
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    mine = lambda: [process for process in multiprocessing.active_children() if process not in others]  # noqa: E731
     try:
         pool = ProcessPoolExecutor(cfg.data.processes, context, _start_worker, (os.getpid(),))
     except OSError as error:
-        cannot_share(f"collect: its processes do not start ({error.strerror})", "the same command continues")
-    with without_main(), pool:
+        cannot_share(f"collect: its processes do not start ({error.strerror})", "the same command continues", error)
+    with without_main():
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: the parent alone answers Ctrl-C
         try:
             futures = {pool.submit(collect_episode, cfg, job, str(folder)): job for job in jobs}
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             console.begin("collect: episode")
-            for done, future in enumerate(as_completed(futures), 1):
+            patience = cfg.env.start_timeout_s + 2 * cfg.env.call_timeout_s + 30  # all that SUMO may take has deadlines
+            for done, future in enumerate(as_they_end(futures, mine, patience), 1):
                 samples, job = future.result(), futures[future]
                 console.progress("collect: episode", done, len(jobs), f"{samples} samples of {job.scenario}, "
                                  f"{job.controller}, demand x{job.demand_scale}")
@@ -92,11 +96,32 @@ def run_episodes(cfg, jobs, folder, meanwhile):
         except BrokenProcessPool:
             raise WorkerError("collect: one of its processes was killed; finished episodes are kept, the same command "
                               "continues") from None
-        except BaseException:
-            for process in multiprocessing.active_children():  # else it would be waited for, to the end of its episode
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a second one has to wait
+            for process in mine():  # else waited for, to the end of its episode, or for ever where it is frozen
                 process.kill()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            pool.shutdown(cancel_futures=True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def as_they_end(futures, processes, patience):
+    """The futures as they end; WorkerError when `patience` seconds pass in which none does and no process computes."""
+    before, since = None, time.monotonic()
+    while futures:
+        ended, futures = wait(futures, min(patience, 5.0), FIRST_COMPLETED)
+        yield from ended
+        now = [processor_time(process.pid) for process in processes()]
+        if ended or now != before:
+            before, since = now, time.monotonic()
+        elif time.monotonic() - since > patience:
+            raise WorkerError(f"collect: one of its processes is stuck, none has computed for {patience:.0f} s; "
+                              "finished episodes are kept, the same command continues")
+
+
+def processor_time(pid):
+    """How long a process has computed, user's and kernel's ticks; None when it has gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
 
 
 def collect_episode(cfg, job, folder):
@@ -108,8 +133,7 @@ def collect_episode(cfg, job, folder):
     for part, name in enumerate(chunk_names(job, size)):
         batch = samples[part * size:(part + 1) * size]
         texts = [json.dumps(sample) for sample in batch]
-        head = {key: getattr(job, key) for key in HEAD}
-        head = json.dumps({**head, "hashes": [content_hash(sample) for sample in batch]})
+        head = json.dumps({**{key: getattr(job, key) for key in HEAD}, "hashes": [*map(content_hash, batch)]})
         write_whole(Path(folder) / name, head[:-1] + ', "samples": [' + ",\n".join(texts) + "]}")
     return len(samples)
 
@@ -138,7 +162,7 @@ def content_hash(sample):
 def _samples(env, data, controller, job, rng):
     """Yield up to job.samples samples from moments that are evenly spread over the episode."""
     length = data.history + data.future + 2 * data.margin
-    steps = int(env.env_cfg.horizon_s / env.env_cfg.control_interval + 1e-6)
+    steps = env.env_cfg.episode_steps
     wanted = np.linspace(length, steps, -(-job.samples // data.regions)).astype(int)
     frames, moment, left = deque(maxlen=length), 0, job.samples
     observation, _ = env.reset(seed=job.seed)

@@ -50,7 +50,7 @@ def begin_reading(batches):
     try:
         return iter(batches)
     except OSError as error:
-        cannot_share(f"phase 1: the processes that read do not start ({error.strerror})", READS_ITSELF)
+        cannot_share(f"phase 1: the processes that read do not start ({error.strerror})", READS_ITSELF, error)
     except RuntimeError as error:  # persistent ones fetch an epoch's first batches at once
         end_stuck(error)
     finally:

@@ -1,5 +1,6 @@
 """Where data lie while training: graphs on disk below a size limit, or copied to memory; slow drives are named."""
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from configs.console import LIMITS
 from data.layout import DataError
 from data.settings import processed_folder
 from env.workers import WorkerError
@@ -55,8 +57,11 @@ def prepare(cfg, team, guard):
         pass
 
 
-def cannot_share(what, remedy):
-    """WorkerError about processes that share data or locks in memory, which may be full."""
+def cannot_share(what, remedy, error=None):
+    """WorkerError about processes that share data or locks in memory, which may be full; `error` itself where that
+    tells of another limit."""
+    if getattr(error, "errno", None) in LIMITS.keys() - {errno.ENOSPC}:
+        raise error
     room = f"{shutil.disk_usage(MEMORY).free >> 20} MB are" if os.path.isdir(MEMORY) else "nothing is"
     raise WorkerError(f"{what}; what they share lies in {MEMORY}, where {room} free: make room there (docker run "
                       f"--shm-size); {remedy}") from None

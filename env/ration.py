@@ -19,7 +19,7 @@ class Rationed:
 
     def __init__(self, controller, cfg):
         self.controller, self.cap, self.budgets = controller, cfg.evaluate.c_int_cap, {}
-        self.slots, self.steps = cfg.env.max_vehicles, round(cfg.env.horizon_s / cfg.env.control_interval)
+        self.slots, self.steps = cfg.env.max_vehicles, cfg.env.episode_steps
         self.hold = int(cfg.env.lane_change_hold_s / cfg.env.control_interval + 1e-6)  # 0.6 / 0.2 is below 3
         if hasattr(controller, "scores"):
             self.scores = controller.scores

@@ -57,8 +57,10 @@ def _answer(environments, orders):
         return environments.run(orders)
     except Exception as error:  # whatever it is, the parent must hear of it
         about = ", ".join(f"environment {i} seed {environments.envs[i].seed}" for i, _, _ in orders)
-        return f"{about}: {error}" if isinstance(error, SumoError) else f"{about}\n{traceback.format_exc()}"
+        return f"{about}: {error}" if isinstance(error, (SumoError, OSError)) else f"{about}\n{traceback.format_exc()}"
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:  # somebody is curious
+        sys.exit(__doc__)
     worker_main(int(sys.argv[1]), int(sys.argv[2]))

@@ -32,11 +32,12 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
-        if told is None and not spoken():  # another rank's end is no news: this one lost its connection to it
+        if news := told is None and not spoken():  # another rank's end is none: this one lost its connection to it
             with contextlib.suppress(OSError):  # a full disk
                 get_error_handler().record_exception(error)  # for torchrun, which shows a traceback of each rank
         if os.environ.get("WORLD_SIZE", "1") != "1":  # an orderly end waits for ranks that know nothing of the error
-            told or traceback.print_exc()
+            if news:
+                traceback.print_exc()
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             os._exit(told or 1)

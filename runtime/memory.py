@@ -69,7 +69,7 @@ def component(pid):
         return "sumo"
     if "env.worker" in words:
         return "rollout worker"
-    if "torch.distributed.run" in words or Path(words[min(1, len(words) - 1)]).name == "torchrun":
+    if {"torch.distributed.run", "runtime.ranks"} & {*words} or Path(words[min(1, len(words) - 1)]).name == "torchrun":
         return "torchrun"
     scripts = [Path(w).stem for w in words[1:] if w.endswith(".py")]
     modules = [words[i + 1] for i, w in enumerate(words[:-1]) if w == "-m"]

@@ -124,7 +124,8 @@ def lines(title, series, unit="", zero=False, colours=(), about=""):
     y = low, low + 1.05 * (y[1] - low)  # a little air above
     colours = coloured(series, colours)
     drawing = svg("".join(path(points, x, y, colours[name]) for name, points in series.items()))
-    return plot(title, drawing, x, y, unit,
+    only = {p[0] for points in series.values() for p in points}
+    return plot(title, drawing, {f"{only.pop():g}": 0.5} if len(only) == 1 else x, y, unit,
                 (key(colours) if len(series) > 1 else "") + (f"<p class=about>{about}</p>" if about else ""))
 
 
@@ -172,6 +173,7 @@ def grid(head, rows, mine=None):
 
 
 def span(values):
-    """(low, high) of some numbers, never empty."""
+    """(low, high) of some numbers, never empty: one alone is in the middle."""
     low, high = float(min(values)), float(max(values))
-    return low, high if high > low else low + (abs(low) or 1.0)
+    around = (abs(low) / 2 or 0.5) * (high == low)
+    return low - around, high + around

@@ -1,4 +1,5 @@
 """How the cores and folders of a machine are shared out; without torch, for the coordinator too."""
+import contextlib
 import fcntl
 import gc
 import os
@@ -85,12 +86,11 @@ def claim(folder):
         file = open(folder / ".lock", "a")  # nothing is emptied, should it be a link
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to: {error.strerror}") from None
-    try:
+    with contextlib.suppress(OSError):
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ConfigError(f"{folder}: another process is working there; wait for it or change run.name") from None
-    return file
+        return file
+    file.close()
+    raise ConfigError(f"{folder}: another process is working there; wait for it or change run.name")
 
 
 def claim_phase(folder):

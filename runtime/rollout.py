@@ -22,12 +22,12 @@ SEQUENCE = ("nodes", "surround", "mask", "icv", "fresh", "moved", "conflict")  #
 
 def note_cut_episodes(cfg, team, phase, steps):
     """Say so where episodes, which begin anew at every checkpoint, never reach their end; `steps` of an iteration."""
-    p, horizon = cfg.phase2 if phase == 2 else cfg.phase3, cfg.env.horizon_s / cfg.env.control_interval
+    p, horizon = cfg.phase2 if phase == 2 else cfg.phase3, cfg.env.episode_steps
     between = steps * min(p.checkpoint_every, p.iterations if phase == 2 else p.epochs)
     if between < horizon:
         also = ", and the curriculum never advances" if phase == 2 and p.curriculum.enabled else ""
         team.say(f"NOTE: phase{phase}.checkpoint_every={p.checkpoint_every}: episodes begin anew every {between} "
-                 f"control steps, so the rest of their {horizon:.0f} is never seen{also}")
+                 f"control steps, so the rest of their {horizon} is never seen{also}")
 
 
 def check_collection(cfg, team, envs):

@@ -68,7 +68,7 @@ def enough(line, size, ranks, most):
 def forecast(cfg, speed):
     """{step: seconds} of a whole run with this configuration; without preprocess and report, which take seconds."""
     ranks, learners = cfg.coordinator.nproc or max(speed.gpus, 1), max(speed.gpus, 1)
-    steps, d, p1, p2, p3 = cfg.env.horizon_s / cfg.env.control_interval, cfg.data, cfg.phase1, cfg.phase2, cfg.phase3
+    steps, d, p1, p2, p3 = cfg.env.episode_steps, cfg.data, cfg.phase1, cfg.phase2, cfg.phase3
     r = cfg.rollout
     workers = {n: max(share_of_workers(r, n), 1) * n for n in (ranks, learners)}
     envs = workers[ranks] * r.num_envs_per_worker

@@ -8,6 +8,8 @@ from pickle import UnpicklingError
 import numpy as np
 import torch
 
+from runtime.checkpoint import CheckpointError
+
 STEP = 1 << 20  # bytes by which a table grows at least
 
 
@@ -145,13 +147,14 @@ class Minibatches:
 
     @classmethod
     def load(cls, path, device):
-        """Those of `save`, which stay on the disk: only what a minibatch needs is read."""
+        """Those of `save`, which stay on the disk: only what a minibatch needs is read. CheckpointError where there is
+        nothing to read."""
         try:
             kept = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
             fixed, table, begin, count = (kept[name] for name in ("fixed", "table", "begin", "count"))
         except (OSError, RuntimeError, UnpicklingError, LookupError, TypeError) as error:
-            raise SpillError(f"{path}: a kept rollout of the warm start cannot be read: {error}; remove the file, the "
-                             "others are enough to go on") from None
+            raise CheckpointError(f"{path}: a kept rollout of the warm start cannot be read: {error}; remove the "
+                                  "file, the others are enough to go on") from None
         self = cls.__new__(cls)
         self.device, self.fixed, self.table = device, fixed, table
         self.begin, self.count = begin.numpy(), count.numpy()

@@ -154,6 +154,17 @@ def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, tmp_path,
     assert coordinator.run_step("phase1", step, 1, AskedLater(asked)) == expected
 
 
+def test_a_launcher_that_is_stopped_shows_no_traceback_of_its_own(tmp_path):
+    """After "stopped and saved" came torchrun's SignalException."""
+    (tmp_path / "rank.py").write_text("print('begun', flush=True)\nimport time\ntime.sleep(60)")
+    command = [sys.executable, "-m", "runtime.ranks", "--standalone", "--nproc_per_node=1", str(tmp_path / "rank.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        while launcher.stdout.readline() != "begun\n":
+            assert launcher.poll() is None
+        launcher.terminate()
+        assert launcher.stdout.read() == "" and launcher.wait() == 1
+
+
 def test_stop_while_a_step_is_started():
     """The signal came when there was no child to pass it on to, and the whole step ran."""
     step = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from data_sets import SAMPLES, config, graphs, hashes, silent
 
-from data.collect import collect
+from data.collect import as_they_end, collect
 from data.preprocess import preprocess
 from env.workers import WorkerError
 
@@ -152,21 +152,39 @@ def test_killed_process_ends_the_collection(tmp_path, on_sigterm):
     assert not any(process.is_alive() for process in seen[0])
 
 
+def test_frozen_processes_end_the_collection(tmp_path, monkeypatch, ends_soon):
+    """They were waited for without limit, and again, with SIGTERM that they do not hear, when it ended."""
+    seen = []
+    monkeypatch.setattr("data.collect.as_they_end", lambda futures, mine, _: as_they_end(futures, mine, 3.0))
+
+    def freeze():
+        seen.extend(multiprocessing.active_children())
+        for process in seen:
+            os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match="stuck, none has computed for 3 s; finished episodes are kept"):
+        collect(config(tmp_path / "set"), silent, freeze)
+    assert seen and ends_soon([process.pid for process in seen])
+    collect(config(tmp_path / "set"), silent)
+
+
 def test_ctrl_c_ends_a_collection_and_not_only_its_output(tmp_path):
-    """It said "stopped", and went on to the end of all running episodes."""
+    """It said "stopped", and went on to the end of all running episodes. A second one: "Exception ignored in"."""
     folder = tmp_path / "set"
     process = subprocess.Popen([sys.executable, "-m", "data.collect", "--config", "configs/quick.yaml",
-                                f"data.folder={folder}"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                                f"data.folder={folder}"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                env={**os.environ, "COLLECTION_TEST": str(folder)}, start_new_session=True)
     end = time.monotonic() + 60
     while not list(folder.glob("raw/scenario/*/*.sumocfg")) and time.monotonic() < end:
         time.sleep(0.05)
     time.sleep(3)  # the episodes, which take much longer than 10 s, run
     process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
     try:
-        process.wait(10)
+        said = process.communicate(timeout=10)[1].decode()
     finally:
         process.kill()
+    assert said.startswith("stopped; ") and said.count("\n") == 1
     assert gone(str(folder).encode())
 
 

@@ -90,6 +90,16 @@ def test_truncated_exactly_at_the_horizon(make, interval, step_length, warmup):
     assert info["summary"]["departed"] >= 8
 
 
+@pytest.mark.parametrize("interval, steps", [(0.7, 18), (1.1, 11)])
+def test_an_episode_has_the_steps_that_its_configuration_says(make, interval, steps):
+    """Each reader of the configuration rounded by itself: collection and the cap on C_int counted 17 of the 18."""
+    env, truncated, taken = make(control_interval=interval, horizon_s=12.0 if steps == 18 else 12.1), False, 0
+    env.reset(seed=1)
+    while not truncated:
+        taken, truncated = taken + 1, env.command(*nobody(env))[3]
+    assert taken == steps == env.env_cfg.episode_steps
+
+
 def test_icv_share_is_a_quarter_and_does_not_depend_on_the_controller(make):
     env, seen = make(), []
     for seed, controller in ((3, "none"), (3, "random"), (4, "none")):

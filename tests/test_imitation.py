@@ -16,6 +16,7 @@ from models.controller import acceleration, plackett_luce
 from models.imitation import RuleDriver, follow, pre_squash, with_room, with_runners_up
 from models.losses import PPOLoss, stored_choice
 from models.policy import TrafficModel
+from runtime.checkpoint import CheckpointError
 from runtime.precision import Precision
 from runtime.storage import Kept, Minibatches, SpillError
 
@@ -234,7 +235,7 @@ def test_what_cannot_be_kept_or_read_is_named(small, tmp_path, monkeypatch):
     kept.add(0, minibatches)
     path, = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(SpillError, match="00000.pt: a kept rollout .* cannot be read: .*remove the file"):
+    with pytest.raises(CheckpointError, match="00000.pt: a kept rollout .* cannot be read: .*remove the file"):
         kept.before(1, 1)
 
     def full(content, path):

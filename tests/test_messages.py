@@ -227,6 +227,9 @@ CASES = [
     ("PyTorch does not start", lambda t, m, r: python_of_theirs(t, m), ["ImportError: libtorch.so"]),
     ("damaged ({error}); remove it", lambda t, m, r: coordinator.load_state(_written(t / "state.json", "{"), Config()),
      ["state.json", "remove it"]),
+    ("damaged ({error}); remove it", lambda t, m, r: coordinator.load_state(_written(
+        t / "state.json", '{"steps": {"collect": {"status": "done", "seconds": null}}}'), Config()),  # was a TypeError
+     ["state.json", "NoneType", "remove it"]),
     ("different whole numbers such as", lambda t, m, r: evaluate.parse_seeds("1-3,2"),
      ["--seeds", "1-3,2", "1001-1010"]),
     ("controllers: unknown", lambda t, m, r: evaluation("--controllers", "none,nobody"),
@@ -267,6 +270,7 @@ ELSEWHERE = [
     ("not with these; all values", "test_evaluate.py"), ("expected different values", "test_evaluate.py"),
     ("is no file; name another", "test_evaluate.py"), ("show one episode", "test_evaluate.py"),
     ("would write the same file", "test_evaluate.py"), ("one of its processes was killed", "test_data_killed.py"),
+    ("one of its processes is stuck", "test_data_killed.py"),
     ("collect: episode {job.episode}", "test_data.py"),
     ("the curriculum of", "test_curriculum.py"), ("what they share lies in", "test_loading.py"),
     (".join(errors)", "test_config.py"), ("env.suite: {text!r}", "test_suite.py"),

@@ -152,6 +152,13 @@ def test_the_slowest_of_several_vehicles_is_seen():
     assert draw(fast + slow)[7, 0] == draw(slow + fast)[7, 0] == 1
 
 
+def test_one_point_alone_stands_in_the_middle_of_its_axis():
+    """It lay in a corner, and beside the only epoch, 5, the axis named 6, 7, 8, 9 and 10."""
+    drawn = pictures.lines("loss", {"loss": [(5, 0.3)]}, "epoch")
+    assert 'd="M50.00 52.38L' in drawn and ">5</span>" in drawn and ">6</span>" not in drawn
+    assert pictures.span([0.3]) == pytest.approx((0.15, 0.45)) and pictures.span([0, 0]) == (-0.5, 0.5)
+
+
 def test_ticks_are_round_and_inside():
     assert pictures.ticks(0, 15) == [0, 5, 10, 15] and pictures.ticks(-0.21, 0.4) == [-0.2, 0, 0.2, 0.4]
     for low, high in ((0, 1), (3, 3.001), (-7, 9000), (0.2, 0.9)):
