@@ -17,23 +17,16 @@ from runtime.resources import claim
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def limited(number, words, folder):
-    """Exit code and output of a command that may have so many files open."""
-    done = subprocess.run(["bash", "-c", f'ulimit -n {number}; exec "$0" "$@"', sys.executable, *words], cwd=folder,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize("words", [["-m", "data.collect"], [str(ROOT / "train_rl.py")],
                                    [str(ROOT / "evaluate.py"), "--controllers", "none"]])
-def test_too_few_open_files_are_one_message(words, tmp_path, scenarios):
+def test_too_few_open_files_are_one_message(words, tmp_path):
     """Tracebacks, and 2 as for a wrong configuration where the scenario could not be built."""
-    for number in (7, 12):
-        code, text = limited(number, [*words, "--config", "configs/smoke.yaml", "run.tensorboard=false",
-                                      "evaluate.horizon_s=10"], tmp_path)
-        told = [line for line in text.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in text and (code == 0 and not told or code == 1 and len(told) == 1), text
-        assert number == 12 or "raise the limit on open files (ulimit -n)" in told[0]
+    done = subprocess.run(["bash", "-c", 'ulimit -n 7; exec "$0" "$@"', sys.executable, *words, "--config",
+                           "configs/smoke.yaml", "run.tensorboard=false"], cwd=tmp_path, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, timeout=300)
+    told = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(told) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "raise the limit on open files (ulimit -n)" in told[0]
 
 
 @pytest.mark.parametrize("ending", [console.exit_code, run_script])
