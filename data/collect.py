@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -105,15 +104,15 @@ def run_episodes(cfg, jobs, folder, meanwhile):
 
 
 def as_they_end(futures, processes, patience):
-    """The futures as they end; WorkerError when `patience` seconds pass in which none does and no process computes."""
-    before, since = None, time.monotonic()
+    """The futures as they end; WorkerError when `patience` seconds pass in which none does and no process computes.
+    Only seconds in which it looks count: with Ctrl-Z, or a lid that is closed, they all stand still together."""
+    before, idle, look = None, 0.0, min(patience, 5.0)
     while futures:
-        ended, futures = wait(futures, min(patience, 5.0), FIRST_COMPLETED)
+        ended, futures = wait(futures, look, FIRST_COMPLETED)
         yield from ended
         now = [processor_time(process.pid) for process in processes()]
-        if ended or now != before:
-            before, since = now, time.monotonic()
-        elif time.monotonic() - since > patience:
+        before, idle = now, 0.0 if ended or now != before else idle + look
+        if idle > patience:
             raise WorkerError(f"collect: one of its processes is stuck, none has computed for {patience:.0f} s; "
                               "finished episodes are kept, the same command continues")
 

@@ -17,6 +17,8 @@ from env.launch import OUT_OF_THE_WAY, SumoError, explained, find_binary, put_in
 from env.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
+OUTPUTS = ("netstate-dump", "netstate", "ndump", "summary", "tripinfo", "vehroutes", "personinfo", "log", "log-file",
+           "message-log", "error-log")  # SUMO's options that name a file to write, besides all in -output
 READ_AHEAD_S = 200  # SUMO's `route-steps`
 REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
@@ -57,11 +59,11 @@ def path_of(scenario):
 
 
 def options_of(scenario):
-    """{option: value} of a .sumocfg, as SUMO reads it; {} when it is no XML (SUMO itself will say so)."""
+    """{option: value} of a .sumocfg, as SUMO reads it; {} when it is gone or no XML (SUMO itself will say so)."""
     try:
         root = ElementTree.fromstring(as_unicode(path_of(scenario).read_bytes()))
         return {e.tag: put_in(e.get("value", e.get("v", ""))) for e in root.iter()}
-    except (ElementTree.ParseError, ValueError, LookupError):
+    except (OSError, ElementTree.ParseError, ValueError, LookupError):
         return {}
 
 
@@ -82,8 +84,10 @@ def own_scale(scenario):
 def without_outputs(scenario):
     """Words for SUMO's command line that send what a .sumocfg lets it write (`fcd-output` ...) nowhere: simulators that
     run at once would write over each other, and over what the user has there."""
-    return [word for name, value in options_of(scenario).items() if value and name.endswith("-output")
-            for word in (f"--{name}", os.devnull)]
+    nowhere = {name: os.devnull for name, value in (options := options_of(scenario)).items()
+               if value and (name.endswith("-output") or name in OUTPUTS)}
+    nowhere |= {"save-state.period": "-1"} if "save-state.period" in options else {}
+    return [word for name, value in nowhere.items() for word in (f"--{name}", value)]
 
 
 def check_traffic(name, arguments, horizon_s):

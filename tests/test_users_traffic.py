@@ -223,16 +223,18 @@ def test_encodings_that_pythons_parser_does_not_know(tmp_path, encoding, scale):
     assert own_scale(str(tmp_path / "my.sumocfg")) == scale
 
 
-def test_what_a_configuration_lets_sumo_write_is_not_written(road, drive, tmp_path):
+def test_what_a_configuration_lets_sumo_write_is_not_written(road, drive, tmp_path, monkeypatch):
     """It wrote over the user's own results, half of them when it was closed; and refused where the folder was missing,
-    in which it writes nothing now."""
+    in which it writes nothing now. States lay in the current folder."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "fcd.xml").write_text("mine")
-    outputs = "".join(f'<{name}-output value="{file}"/>' for name, file in (
-        ("fcd", "fcd.xml"), ("tripinfo", "missing/trips.xml"), ("summary", "summary.xml"),
-        ("emission", "emission.xml")))
+    outputs = "".join(f'<{name} value="{value}"/>' for name, value in (
+        ("fcd-output", "fcd.xml"), ("tripinfo-output", "missing/trips.xml"), ("summary", "summary.xml"),
+        ("emission-output", "emission.xml"), ("log", "log.txt"), ("save-state.period", "2")))
     env = drive(road(NODES, EDGES, FLOW, f"<output>{outputs}</output>"), "env.horizon_s=60")
     for _ in range(10):
         env.command(*nobody(env))
     env.close()
     assert (tmp_path / "fcd.xml").read_text() == "mine"
-    assert not [name for name in ("missing", "summary.xml", "emission.xml") if (tmp_path / name).exists()]
+    assert not [path for path in tmp_path.iterdir() if path.name in ("missing", "summary.xml", "emission.xml", "log.txt")
+                or "state" in path.name or "mixed-autonomy" in path.name]
