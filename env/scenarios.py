@@ -84,7 +84,8 @@ def own_scale(scenario):
 def without_outputs(scenario):
     """Words for SUMO's command line that send what a .sumocfg lets it write (`fcd-output` ...) nowhere: simulators that
     run at once would write over each other, and over what the user has there."""
-    nowhere = {name: os.devnull for name, value in (options := options_of(scenario)).items()
+    options = options_of(scenario)
+    nowhere = {name: os.devnull for name, value in options.items()
                if value and (name.endswith("-output") or name in OUTPUTS)}
     nowhere |= {"save-state.period": "-1"} if "save-state.period" in options else {}
     return [word for name, value in nowhere.items() for word in (f"--{name}", value)]
