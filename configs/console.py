@@ -87,7 +87,7 @@ def tell(error, mistakes, troubles, speaks=lambda: True):
     if not (remedy or known or getattr(error, "errno", None) in PATHS):
         return None
     if speaks():
-        more = f"; {remedy}" if remedy and "ulimit" not in str(error) else ""
+        more = f"; {remedy}" if remedy and not any(said in str(error) for said in ("ulimit", ROOM)) else ""
         print(f"error: {error}{more}", file=sys.stderr, flush=True)
     return 1 if trouble or remedy else 2
 

@@ -6,6 +6,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from configs.console import ROOM
+
 PLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR)  # what more room does not cure
 
 
@@ -37,7 +39,7 @@ def may_write(path):
     try:
         yield
     except OSError as error:
-        way = "name another place" if error.errno in PLACE else "make room, the same command continues"
+        way = "name another place" if error.errno in PLACE else ROOM
         why = error.strerror or f"no space left? {error}"  # NumPy tells how much it wrote
         raise WriteError(f"{path}: could not be written: {why}; {way}") from error
 

@@ -51,9 +51,9 @@ def special_lanes(client):
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
               or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
-    signed = {i for sign in client.variablespeedsign.getIDList() for i in client.variablespeedsign.getLanes(sign)}
-    lit = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
-    crossing = [i for i in ids if unsure or i in lit | signed or (i.startswith(":") and lane.getInternalFoes(i))]
+    special = {via or to for name in tls.getIDList() for links in tls.getControlledLinks(name) for _, to, via in links}
+    special |= {i for sign in client.variablespeedsign.getIDList() for i in client.variablespeedsign.getLanes(sign)}
+    crossing = [i for i in ids if unsure or i in special or (i.startswith(":") and lane.getInternalFoes(i))]
     barred, network = {i: kinds for i in ids if (kinds := lane.getDisallowed(i))}, network_of(client)
     lines = ids if b" changeLeft=" in network or b" changeRight=" in network else ()  # two questions for every lane
     return {"crossing": crossing, "barred": barred, "oncoming": oncoming_lanes(network),
