@@ -22,10 +22,11 @@ class Routes:
     leaves out: policies learned so), and start (place of the route in `flat`, one array of edge numbers in which two -1
     end each route); checks: bits of SUMO's speed mode that stay on for vehicles whose habits the shield does not know
     (asked in users' scenarios), and for everybody where it is asked less often than it was proven for, or somebody
-    brakes harder than it reckons; alone: who has blue lights, with which SUMO drives as commands do not foresee, or a
-    headway shorter than the time between two decisions, whom SUMO's check too lets collide once commands have brought
-    him close; kind: SUMO's vehicle class; ordinary: its driver's deceleration, and hardest: the strongest braking that
-    a command may ask for, m/s^2: SUMO would brake harder than the vehicle could."""
+    brakes harder than it reckons; alone: who has blue lights, with which SUMO drives as commands do not foresee; nobody
+    is commanded once anybody has come whose headway is shorter than the time between two decisions of his: he drives
+    into whom a command slows down, or another driver does; kind: SUMO's vehicle class; ordinary: its driver's
+    deceleration, and hardest: the strongest braking that a command may ask for, m/s^2: SUMO would brake harder than the
+    vehicle could."""
 
     def __init__(self, road, cfg):
         e, slots = cfg.env, cfg.env.max_vehicles
@@ -35,7 +36,7 @@ class Routes:
         driver = getattr(getattr(cfg, e.scenario, None), "driver", cfg.driver)  # of a built-in scenario
         odd = not self.step and self._odd(0.0, getattr(driver, "min_gap_m", 0.0), driver.tau)
         self.always = SAFE_SPEED * (cfg.shield.enabled and (odd or e.control_interval > LONGEST_S))
-        self.checks, self.alone = np.full(slots, self.always), np.zeros(slots, bool)
+        self.checks, self.alone, self.nobody = np.full(slots, self.always), np.zeros(slots, bool), False
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot, self.kind = [None] * slots, ["passenger"] * slots  # route ids, vehicle classes
         self.ordinary, self.hardest = np.full((2, slots), MAX_BRAKE)
@@ -43,13 +44,13 @@ class Routes:
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
 
     def left_alone(self, slot, lane, length, way):
-        """Whether commands to this slot, on this lane with `way` m to its end, are ignored: blue lights, drivers who
-        overtake among the oncoming traffic, and in users' networks who is on a junction, be it with its tail (`length`
-        m), which others count on its leaving soon: with a change of lanes the tail swings into their way."""
+        """Whether commands to this slot, on this lane with `way` m to its end, are ignored: `nobody`, blue lights, who
+        may overtake among the oncoming traffic, and in users' networks who is on a junction, be it with its tail
+        (`length` m), which others count on its leaving soon: with a change of lanes the tail swings into their way."""
         road = self.road
         across = road.crosses[lane] and road.internal[lane] or (
             road.behind[lane] and road.lane_length[lane] - way < length)
-        return self.alone[slot] or road.oncoming[lane] or self.step and across
+        return self.nobody or self.alone[slot] or road.oncoming[lane] or self.step and across
 
     def follow(self, simulator, ids, routes, slots, fresh, icv):
         """Take over the route ids of the vehicles in `slots`, asking SUMO for the edges of unknown ones, and for the
@@ -59,8 +60,10 @@ class Routes:
         unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
-        new = [ids[i] for i in changed if fresh[i]] if self.step and not self.always else ()
-        if new and simulator.hardest_braking(new) > self.leader_decel + 1e-6:  # SUMO's motorcycles: may lead anybody
+        new = [ids[i] for i in changed if fresh[i]] if self.step and not (self.always and self.nobody) else ()
+        hardest, spare = simulator.extremes(new) if new else (0.0, 0.0)
+        self.nobody |= spare < -1e-6
+        if hardest > self.leader_decel + 1e-6:  # SUMO's motorcycles: may lead anybody
             self.always, self.checks = SAFE_SPEED, self.checks | SAFE_SPEED
         for i in changed:
             slot, way = slots[i], self.known[routes[i]]
@@ -79,7 +82,7 @@ class Routes:
         odd = self._odd(acts_every, min_gap, tau, boldness, *brakes)
         self.ordinary[slot], self.hardest[slot] = brakes[0], min(brakes[1], MAX_BRAKE)
         self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
-        self.alone[slot] = lights or tau < acts_every - 1e-6
+        self.alone[slot] = lights
 
     def _odd(self, acts_every, min_gap, tau, boldness=1.0, decel=0.0, hardest=math.inf):
         """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late; who

@@ -23,7 +23,7 @@ from env.wire import Accelerate, ChangeLane, SetModes
 
 __all__ = ["Sumo", "SumoError", "SumoTimeout", "Accelerate", "ChangeLane", "SetModes"]
 
-POLL_S = 0.002  # between two attempts to connect (the stock client sleeps 1 s)
+POLL_S = 0.002  # between attempts to connect (the stock client sleeps 1 s)
 EVENTS = {"departed": tc.VAR_DEPARTED_VEHICLES_IDS, "arrived": tc.VAR_ARRIVED_VEHICLES_IDS,  # lists of ids
           "colliding": tc.VAR_COLLIDING_VEHICLES_IDS, "lifted": tc.VAR_TELEPORT_STARTING_VEHICLES_IDS,
           "landed": tc.VAR_TELEPORT_ENDING_VEHICLES_IDS}
@@ -40,9 +40,9 @@ class Questions:
     """What is rarely asked, with the stock client `self.client` or libsumo; `_ask(question)` reports its failures."""
 
     def habits(self, name):
-        """Of a vehicle (bytes): whether it has a stop ahead, whether blue lights; how often its driver acts, s; its gap
-        at standstill, m; its time headway, s; by how much it shortens the gaps that lane changes need (lcAssertive);
-        its kind (vClass); how hard it brakes, m/s^2, and at most, in an emergency."""
+        """Of a vehicle (bytes): has it a stop ahead, has it blue lights; how often its driver acts, s; its minGap, m;
+        its tau, s; by how much it shortens the gaps that lane changes need (lcAssertive); its vClass; decel, m/s^2, and
+        emergencyDecel."""
         return self._ask(self._habits, name.decode())
 
     def _habits(self, name):
@@ -53,10 +53,11 @@ class Questions:
                 vehicle.getActionStepLength(name), vehicle.getMinGap(name), vehicle.getTau(name), boldness,
                 vehicle.getVehicleClass(name), vehicle.getDecel(name), vehicle.getEmergencyDecel(name))
 
-    def hardest_braking(self, names):
-        """How hard the hardest braking of these vehicles (bytes) brakes, m/s^2."""
-        vehicle, names = self.client.vehicle, map(bytes.decode, names)
-        return self._ask(lambda: max(max(vehicle.getDecel(name), vehicle.getEmergencyDecel(name)) for name in names))
+    def extremes(self, names):
+        """Of vehicles (bytes): how hard one brakes at most, m/s^2; the least headway beyond the own action step, s."""
+        v, names = self.client.vehicle, [name.decode() for name in names]
+        return self._ask(lambda: (max(max(v.getDecel(n), v.getEmergencyDecel(n)) for n in names),
+                                  min(v.getTau(n) - v.getActionStepLength(n) for n in names)))
 
     def time(self):
         """Simulated time, s."""
@@ -198,8 +199,7 @@ class Sumo(Questions):
         """All vehicles on the road and what happened since the last call of `step`.
 
         Returns (ids, records (N,) RECORD, lane ids, route ids, events): ids are lists of N bytes, events = {name of
-        EVENTS: ids ("colliding": of the last simulation step), **COUNTERS}. One round trip.
-        """
+        EVENTS: ids ("colliding": of the last simulation step), **COUNTERS}. One round trip."""
         asked = [wire.get(tc.CMD_GET_SIM_VARIABLE, variable, b"") for variable in EVENTS.values()]
         asked += [wire.get(tc.CMD_GET_SIM_VARIABLE, tc.VAR_PARAMETER, b"", name.encode()) for name in COUNTERS]
         answer = self.exchange(b"".join(asked) + wire.context(now))

@@ -101,6 +101,10 @@ def doubts(rows, scenario):
     if calm:
         found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "
                      f"below {CALM:g}); S_stability and S_total divide by that: look at sigma_v and abs_a themselves")
+    driven = [row for row in rows if row["controller"].split()[0] != "none"]
+    if driven and not any(row["controlled_vehicle_steps"] for row in driven):
+        found.append(f"{scenario}: no command was carried out in any episode; if some were given, docs/results.md "
+                     "(Shield) says whom they do not reach")
     return found
 
 

@@ -92,16 +92,20 @@ def test_sweeps_over_what_the_command_line_decides_are_refused(words):
 def test_scores_that_mean_little_are_doubted():
     """A table of zeros looked like a result, and so did one of the vehicles for which there was room."""
     empty, good, full, calm = ({"controller": "none", "seed": 7, "loaded": n, "overflow": m, "steps": 10, "sigma_v": s,
-                                "abs_a": 0.1} for n, m, s in ((0, 0, 0), (30, 0, 2), (90, 45, 2), (30, 0, 0.01)))
+                                "abs_a": 0.1, "controlled_vehicle_steps": 0}
+                               for n, m, s in ((0, 0, 0), (30, 0, 2), (90, 45, 2), (30, 0, 0.01)))
     assert doubts([empty, good], "my.sumocfg") == []
     nobody, = doubts([empty, empty], "my.sumocfg")
     assert "my.sumocfg: nobody drove" in nobody
     many, = doubts([good, full], "my.sumocfg")
     assert "up to 4.5 vehicles" in many and "env.max_vehicles" in many
-    steady, = doubts([good, calm, {**calm, "controller": "policy"}], "my.sumocfg")
+    drives = {"controller": "policy", "controlled_vehicle_steps": 1}
+    steady, = doubts([good, calm, {**calm, **drives}], "my.sumocfg")
     swept = [{**calm, "controller": f"none max_commands={k}"} for k in (1, 5)]  # these were not looked at
     assert doubts(swept, "my.sumocfg") == [steady]
     assert "seeds [7]: without control speeds hardly differ" in steady
+    idle, = doubts([good, {**good, "controller": "policy"}], "my.sumocfg")
+    assert "no command was carried out" in idle and doubts([good, {**good, **drives}], "my.sumocfg") == []
 
 
 def test_shield_log_holds_every_override_with_its_reason():
