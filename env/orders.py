@@ -4,18 +4,21 @@ import numpy as np
 
 from env.tails import stopping_way
 
+HASTE = 3.0  # m/s^2, more than most drivers accelerate
 ABREAST_M = 15.0  # who is nearer than that may be in the way of somebody who comes to the same lane
 
 
 class Orders:
-    """Orders to change lanes on a Road that stand, by slot, each for `env.lane_change_hold_s`. Without the shield every
-    new order is given."""
+    """Orders to change lanes on a Road that stand, by slot, each for `env.lane_change_hold_s`, or until a junction lane
+    that others cross: SUMO would carry it out there, in front of who waits. Without the shield every new order is
+    given, for the whole time."""
 
     def __init__(self, road, cfg):
         self.road, self.guarded = road, cfg.shield.enabled
         self.hold_s, self.interval = cfg.env.lane_change_hold_s, cfg.env.control_interval
         self.target = np.full(cfg.env.max_vehicles, -1)
         self.until = np.full(cfg.env.max_vehicles, -np.inf)
+        self.lasts = np.zeros(cfg.env.max_vehicles)  # s since it was given
 
     def forget(self, slots):
         """Other vehicles have these slots now."""
@@ -30,8 +33,16 @@ class Orders:
             return False
         if self.guarded and self._dangerous(slot, target, following, lane, way, speed, now):
             return False
-        self.target[slot], self.until[slot] = target, now + self.hold_s
+        self.lasts[slot] = self._time_to_crossing(lane[slot], way[slot], speed[slot]) if self.guarded else self.hold_s
+        self.target[slot], self.until[slot] = target, now + self.lasts[slot]
         return True
+
+    def _time_to_crossing(self, lane, way, speed):
+        """How long it takes at least to the next lane that others cross, s, `hold_s` at most."""
+        far = way + self.road.to_crossing[lane]
+        if far > speed * self.hold_s + HASTE * self.hold_s ** 2 / 2:
+            return self.hold_s
+        return float(np.sqrt(speed ** 2 + 2 * HASTE * max(far, 0.0)) - speed) / HASTE
 
     def _dangerous(self, slot, target, following, lane, way, speed, now):
         road, on = self.road, lane[slot]
