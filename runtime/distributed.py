@@ -20,7 +20,7 @@ from runtime.resources import stop_signals, threads_per_process
 
 
 @dataclass
-class Team:
+class Team(contextlib.AbstractContextManager):
     """rank of world on this device; local_rank of local_world on this machine."""
     rank: int
     world: int
@@ -69,10 +69,7 @@ class Team:
         if self.world > 1:
             dist.barrier()
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, kind, *_):
         """Leave the process group, but not for an error of this rank: NCCL would wait for the others before anybody
         hears of it (`runtime.ending.run_script` ends the process instead)."""
         if dist.is_initialized() and (kind is None or kind is SystemExit):
