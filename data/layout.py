@@ -124,7 +124,6 @@ def only_writer(folder, report=print, meanwhile=lambda: None):
 
 def read_description(folder):
     """(metadata, statistics, Shape) of a processed data set."""
-    folder = Path(folder)
     meta = read_json(folder / "metadata.json", "metadata of a processed data set (run data.preprocess)")
     try:
         shape, version = Shape(**meta["shape"]), meta["version"]

@@ -96,7 +96,6 @@ def processed_folder(cfg):
 
 def check_settings(path, settings, remedy):
     """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
-    path = Path(path)
     if not path.exists():
         if any(path.parent.glob("chunk_*")):
             raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
