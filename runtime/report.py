@@ -14,10 +14,9 @@ import numpy as np
 from configs import WriteError
 from configs.console import exit_code
 from configs.files import write_whole
-from runtime import pictures
 from runtime.checkpoint import versions
 from runtime.metrics import VOCABULARY, read_metrics
-from runtime.pictures import grid, lines, stacked
+from runtime.pictures import grid, intervals, lines, stacked
 from runtime.report_traffic import COLOURS, influence_section, own, shield_section, time_space, traffic_section
 from runtime.scores import PAIRED
 from runtime.tracks import DamagedFile, load_tracks
@@ -107,7 +106,7 @@ def score_section(result):
     rows = [[text, *(cell(summary[n].get(key)) for n in names)] for key, text in SCORES.items()]
     scores = {n: (summary[n]["s_total"]["mean"], summary[n]["s_total"]["ci95"]) for n in names}
     return ["<h2>Scores</h2>", "<div class=beside>", grid(["", *names], rows, mine=1),
-            pictures.intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
+            intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
             f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
             "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>",
             *paired_table(result.get("paired") or {})]
@@ -196,7 +195,6 @@ def main():
     parser = argparse.ArgumentParser(prog="python -m runtime.report", description="Write the report.html of a run.")
     parser.add_argument("folder", metavar="RUN_FOLDER", help="for example runs/quick")
     print(f"report: {build_report(parser.parse_args().folder)}")
-    return 0
 
 
 if __name__ == "__main__":
