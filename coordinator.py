@@ -21,6 +21,7 @@ from pathlib import Path
 
 from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
+from configs.console import BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY
 from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
 from env.launch import OUT_OF_THE_WAY
@@ -32,7 +33,6 @@ ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
 RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
 LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in its folder
-BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4
 RANKS = ("train_ddp", "train_rl")
 INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
 MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY = 2, 3, 4  # exit codes; 3: the memory guard has stopped, everything is saved
 FILES, PROCESSES, ROOM = ("raise the limit on open files (ulimit -n)", "raise the limit on processes (ulimit -u, a "
                           "container's pids)", "make room, the same command continues")
 LIMITS = {errno.EMFILE: FILES, errno.ENFILE: FILES, errno.EAGAIN: PROCESSES, "can't start new thread": PROCESSES,
@@ -89,7 +90,7 @@ def tell(error, mistakes, troubles, speaks=lambda: True):
     if speaks():
         more = f"; {remedy}" if remedy and not any(said in str(error) for said in ("ulimit", ROOM)) else ""
         print(f"error: {error}{more}", file=sys.stderr, flush=True)
-    return 1 if trouble or remedy else 2
+    return 1 if trouble or remedy else BAD_INPUT
 
 
 def beyond(error, behind):

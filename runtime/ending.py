@@ -12,7 +12,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from configs import console
 
-OUT_OF_MEMORY = 4  # exit code
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 
 
@@ -59,7 +58,7 @@ def tell(error, user_errors, troubles):
     first_to_speak()  # or not: every rank's own traceback tells what was too large
     traceback.print_exc()
     print("error: out of memory; memory.split=2, 4, ... needs less, learns the same", file=sys.stderr, flush=True)
-    return OUT_OF_MEMORY
+    return console.OUT_OF_MEMORY
 
 
 def out_of_memory(error):

@@ -20,7 +20,6 @@ from configs import console
 from runtime.ending import note_stop
 from runtime.memory import Sampler, component, process_tree, proportional_mb, tightest, tree_root
 
-MEMORY_STOP = 3  # exit code: stopped by the guard with everything saved
 MOST_PARTS = 64  # into which a micro-batch is cut
 ROLES = {"train_ddp": "learner", "train_rl": "learner", "rollout worker": "worker", "sumo": "sumo"}
 ACTIONS = ("", "dropping caches", "giving up rollout workers", "saving and stopping at the next boundary")
@@ -121,7 +120,7 @@ class MemoryGuard(Sampler):
                 drop()
             gc.collect()
         self.fewer_workers = high
-        self.exit_code = MEMORY_STOP if hard and not asked else 0
+        self.exit_code = console.MEMORY_STOP if hard and not asked else 0
         return asked or hard
 
     def give_up_worker(self, pool):
