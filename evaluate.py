@@ -328,7 +328,7 @@ def check_output(options):
         except OSError as error:
             raise ConfigError(f"command line: {path} cannot be written: {error.strerror}; name another file") from None
         if not old:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another evaluation may have looked at the same time
     if options.animate:
         animation.check(options.animate)
     if options.gui:

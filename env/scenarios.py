@@ -48,7 +48,8 @@ def build_scenario(cfg, folder):
                 os.replace(work, target)
         except OSError as error:
             if not config.exists():  # else another process was first
-                raise SumoError(f"{target}: could not be written: {error.strerror}") from None
+                raise SumoError(f"{target} (run.folder or data.folder says where): could not be written: "
+                                f"{error.strerror}") from None
     return str(config)
 
 

@@ -20,7 +20,7 @@ from data.collect import collect
 from data.layout import DataError, read_description
 from data.preprocess import build, preprocess
 from data.settings import check_settings
-from env import launch, sumo
+from env import launch, scenarios, sumo
 from runtime import checkpoint
 from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler
@@ -101,6 +101,8 @@ def test_disk_that_may_only_be_read_names_the_file_and_not_the_temporary_one(tmp
             check_settings(tmp_path / "new" / "settings.json", {}, "")
         with pytest.raises(WriteError, match="processed: could not be written: Read-only"):
             build(config(tmp_path), {}, tmp_path / "processed", silent, lambda: None)
+        with pytest.raises(launch.SumoError, match="work/corridor.* .run.folder or data.*: Read-only"):
+            scenarios.build_scenario(config(tmp_path), tmp_path / "work")
 
 
 def test_a_run_folder_whose_disk_is_gone_is_a_checkpoint_that_could_not_be_saved(tmp_path, monkeypatch):
