@@ -18,7 +18,6 @@ class Orders:
         self.hold_s, self.interval = cfg.env.lane_change_hold_s, cfg.env.control_interval
         self.target = np.full(cfg.env.max_vehicles, -1)
         self.until = np.full(cfg.env.max_vehicles, -np.inf)
-        self.lasts = np.zeros(cfg.env.max_vehicles)  # s since it was given
 
     def forget(self, slots):
         """Other vehicles have these slots now."""
@@ -33,16 +32,13 @@ class Orders:
             return False
         if self.guarded and self._dangerous(slot, target, following, lane, way, speed, now):
             return False
-        self.lasts[slot] = self._time_to_crossing(lane[slot], way[slot], speed[slot]) if self.guarded else self.hold_s
-        self.target[slot], self.until[slot] = target, now + self.lasts[slot]
+        lasts = self._time_to_crossing(lane[slot], way[slot], speed[slot]) if self.guarded else np.inf
+        self.target[slot], self.until[slot] = target, now + min(self.hold_s, lasts)
         return True
 
     def _time_to_crossing(self, lane, way, speed):
-        """How long it takes at least to the next lane that others cross, s, `hold_s` at most."""
-        far = way + self.road.to_crossing[lane]
-        if far > speed * self.hold_s + HASTE * self.hold_s ** 2 / 2:
-            return self.hold_s
-        return float(np.sqrt(speed ** 2 + 2 * HASTE * max(far, 0.0)) - speed) / HASTE
+        """How long it takes at least to the next lane that others cross, s; inf where none is near."""
+        return (np.sqrt(speed ** 2 + 2 * HASTE * (way + self.road.to_crossing[lane])) - speed) / HASTE
 
     def _dangerous(self, slot, target, following, lane, way, speed, now):
         road, on = self.road, lane[slot]

@@ -60,7 +60,7 @@ class Routes:
         unknown = {routes[i]: ids[i] for i in changed if routes[i] not in self.known or REUSED in routes[i]}
         for route, edges in zip(unknown, simulator.routes_of(list(unknown.values()))):
             self.known[route] = self._place(tuple(edges))
-        new = [ids[i] for i in changed if fresh[i]] if self.step and not (self.always and self.nobody) else ()
+        new = [ids[i] for i in changed if fresh[i]] if self.step and not self.nobody else ()
         hardest, spare = simulator.extremes(new) if new else (0.0, 0.0)
         self.nobody |= spare < -1e-6
         if hardest > self.leader_decel + 1e-6:  # SUMO's motorcycles: may lead anybody

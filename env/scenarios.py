@@ -17,6 +17,7 @@ from env.launch import OUT_OF_THE_WAY, SumoError, explained, find_binary, put_in
 from env.networks import NETWORKS
 
 ROOT = Path(__file__).resolve().parent.parent
+PLACES = "run.name, run.folder, data.folder or TMPDIR"  # where a built-in scenario is generated
 OUTPUTS = ("netstate-dump", "netstate", "ndump", "summary", "tripinfo", "vehroutes", "personinfo", "log", "log-file",
            "message-log", "error-log")  # SUMO's options that name a file to write, besides all in -output
 READ_AHEAD_S = 200  # SUMO's `route-steps`
@@ -36,7 +37,7 @@ def build_scenario(cfg, folder):
     numbers = json.dumps([asdict(getattr(cfg, name)), asdict(cfg.driver), cfg.env.horizon_s, cfg.env.warmup_s])
     target = Path(folder).absolute() / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
-    _check_folder(target, "run.name, run.folder, data.folder or TMPDIR")
+    _check_folder(target, PLACES)
     if not config.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -48,8 +49,7 @@ def build_scenario(cfg, folder):
                 os.replace(work, target)
         except OSError as error:
             if not config.exists():  # else another process was first
-                raise SumoError(f"{target} (run.folder or data.folder says where): could not be written: "
-                                f"{error.strerror}") from None
+                raise SumoError(f"{target} ({PLACES} says where): could not be written: {error.strerror}") from None
     return str(config)
 
 

@@ -150,7 +150,7 @@ class TrafficEnv(gymnasium.Env):
             side = {LEFT: 1, RIGHT: -1}.get(int(lane), 0)
             target = int(self.road.lane_number[self.lane_at[slot]]) + side
             if side and self._may_move(slot, target):
-                commands.append(sumo.ChangeLane(name, target, self.orders.lasts[slot]))
+                commands.append(sumo.ChangeLane(name, target, round(self.orders.until[slot] - self.time, 6)))
                 effort += LANE_CHANGE
         commands += [sumo.SetModes(name, sumo.ALL_CHECKS, sumo.OWN_LANE_CHANGES)  # or its driver ignores speed limits
                      for name in sorted(self.driven.keys() - driven) if name in self.present]

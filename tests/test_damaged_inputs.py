@@ -101,7 +101,7 @@ def test_disk_that_may_only_be_read_names_the_file_and_not_the_temporary_one(tmp
             check_settings(tmp_path / "new" / "settings.json", {}, "")
         with pytest.raises(WriteError, match="processed: could not be written: Read-only"):
             build(config(tmp_path), {}, tmp_path / "processed", silent, lambda: None)
-        with pytest.raises(launch.SumoError, match="work/corridor.* .run.folder or data.*: Read-only"):
+        with pytest.raises(launch.SumoError, match="work/corridor.* .run.*, data.folder or .*: Read-only"):
             scenarios.build_scenario(config(tmp_path), tmp_path / "work")
 
 
