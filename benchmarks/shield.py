@@ -90,15 +90,18 @@ def main():
         parser.add_argument("--json", type=writable, default="shield.json", help="where the result goes")
     options = parse(__doc__, add=add)
     seeds, guards, table = parse_seeds(options.seeds), options.guards.split(","), []
-    print(f"{'scenario':16s}{'guard':18s}{'adversary':12s}{'vehicle-steps':>14s}{'collisions':>12s}{'overridden':>12s}")
+    scenarios = options.scenarios.split(",")
+    wide = max(15, *map(len, scenarios))  # a path may be long
+    print(f"{'scenario':{wide}s} {'guard':18s}{'adversary':12s}{'vehicle-steps':>14s}{'collisions':>12s}"
+          f"{'overridden':>12s}")
     with tempfile.TemporaryDirectory() as folder:
-        for scenario in options.scenarios.split(","):
+        for scenario in scenarios:
             check_scenario(of_scenario(options.config, scenario), folder)
-        for scenario in options.scenarios.split(","):
+        for scenario in scenarios:
             for guard in guards:
                 for name, row in attack(options.config, scenario, guard, seeds, folder).items():
                     count = row["controlled_vehicle_steps"]
-                    print(f"{scenario:16s}{guard:18s}{name:12s}{count:14d}{row['collisions']:12d}"
+                    print(f"{scenario:{wide}s} {guard:18s}{name:12s}{count:14d}{row['collisions']:12d}"
                           f"{row['overrides'] / max(count, 1):12.1%}", flush=True)
                     table.append({"scenario": scenario, "guard": guard, "adversary": name, **row})
     for guard in guards:
