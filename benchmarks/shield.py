@@ -1,7 +1,7 @@
 """Does the shield keep the traffic safe from controllers that want the worst?
 
     python -m benchmarks.shield --json shield.json
-    python -m benchmarks.shield --scenarios corridor --seeds 1-5 --json shield.json env.horizon_s=450
+    python -m benchmarks.shield --config configs/quick.yaml --scenarios corridor,my.sumocfg --seeds 1-5
 
 In every control step four adversaries command all ICVs: "throttle" accelerates fully, "lanes" changes to another lane
 again and again, "wander" does so too and leaves the speed to the driver, "erratic" does anything at random. Each drives
