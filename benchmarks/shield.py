@@ -60,10 +60,18 @@ ADVERSARIES = {"throttle": throttle, "lanes": lanes, "wander": wander, "erratic"
 
 
 class Adversary(BaselineController):
-    """An adversary behind the same shield as policy and rules."""
+    """An adversary behind the same shield as policy and rules; counts what it asks for: the environment may leave
+    somebody alone whom it commands."""
+
+    asked = 0
 
     def begin(self, env, seed):
         self.rules[env] = ADVERSARIES[self.name], np.random.default_rng(seed)
+
+    def act(self, observation, env):
+        commands = super().act(observation, env)
+        self.asked += int((commands["slot"] < self.n).sum())
+        return commands
 
 
 def attack(cfg, scenario, guard, seeds, folder):
@@ -73,13 +81,14 @@ def attack(cfg, scenario, guard, seeds, folder):
     cfg.env.max_commands, cfg.env.terminate_on_collision = cfg.env.max_vehicles, False
     cfg.env.speed_mode, cfg.shield.enabled = cfg.env.speed_mode & ~SAFE_SPEED | SAFE_SPEED * check, shield
     jobs = [(name, seed) for name in ADVERSARIES for seed in seeds]
+    adversaries = {name: Adversary(cfg, name) for name in ADVERSARIES}
     with make_pool(cfg, min(cfg.evaluate.workers, len(jobs)), 1, folder) as pool:
-        rows, log = run_jobs(pool, {name: Adversary(cfg, name) for name in ADVERSARIES}, jobs, cfg.rollout.restarts,
-                             lambda *text: None)
+        rows, log = run_jobs(pool, adversaries, jobs, cfg.rollout.restarts, lambda *text: None)
     for row in rows:
         row["overrides"] = sum(line[:2] == (row["controller"], row["seed"]) for line in log)
-    return {name: {key: sum(row[key] for row in rows if row["controller"] == name) for key in COLUMNS}
-            for name in ADVERSARIES}
+    return {name: {"commands": adversary.asked,
+                   **{key: sum(row[key] for row in rows if row["controller"] == name) for key in COLUMNS}}
+            for name, adversary in adversaries.items()}
 
 
 def main():
@@ -100,9 +109,8 @@ def main():
         for scenario in scenarios:
             for guard in guards:
                 for name, row in attack(options.config, scenario, guard, seeds, folder).items():
-                    count = row["controlled_vehicle_steps"]
-                    print(f"{scenario:{wide}s} {guard:18s}{name:12s}{count:14d}{row['collisions']:12d}"
-                          f"{row['overrides'] / max(count, 1):12.1%}", flush=True)
+                    print(f"{scenario:{wide}s} {guard:18s}{name:12s}{row['controlled_vehicle_steps']:14d}"
+                          f"{row['collisions']:12d}{row['overrides'] / max(row['commands'], 1):12.1%}", flush=True)
                     table.append({"scenario": scenario, "guard": guard, "adversary": name, **row})
     for guard in guards:
         steps, collisions = (sum(row[key] for row in table if row["guard"] == guard) for key in COLUMNS[:2])
