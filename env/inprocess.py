@@ -36,7 +36,7 @@ class LibSumo(Questions):
             return function(*arguments)
         except (self.client.TraCIException, self.client.FatalTraCIError, RuntimeError) as error:
             self.close()
-            raise SumoError(f"SUMO failed: {error}") from None
+            raise SumoError(f"SUMO failed: {explained(str(error).strip())}") from None
 
     def load(self, arguments):
         """Start another episode."""

@@ -51,10 +51,13 @@ def find_binary(name):
 
 
 def explained(words):
-    """SUMO's own words, and what to do where a library of the system is missing (a slim container, a bare server)."""
-    if "cannot open shared object file" not in words:
-        return words
-    return f"{words}\nSUMO needs libraries of the system; Debian, Ubuntu: apt-get install {SYSTEM}"
+    """SUMO's own words, and what to do where a library of the system is missing (a slim container, a bare server), or
+    where a file is meant that `build_scenario` has made (a power cut leaves it empty)."""
+    if "cannot open shared object file" in words:
+        return f"{words}\nSUMO needs libraries of the system; Debian, Ubuntu: apt-get install {SYSTEM}"
+    if made := re.search(r"'([^']*/(\w+)-[0-9a-f]{8})/(routes\.xml|\2\.net\.xml|\2\.sumocfg)'", words):
+        return f"{words}\nIf that file is damaged, remove {made[1]}: it is generated anew"
+    return words
 
 
 def sumo_environment():

@@ -21,6 +21,7 @@ from data.layout import DataError, read_description
 from data.preprocess import build, preprocess
 from data.settings import check_settings
 from env import launch, scenarios, sumo
+from env.traffic_env import check_scenario
 from runtime import checkpoint
 from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler
@@ -260,6 +261,21 @@ def test_libraries_that_the_system_lacks_are_named_with_their_packages(tmp_path,
     monkeypatch.setattr(sumo, "find_binary", lambda name: alone)
     with pytest.raises(launch.SumoError, match=r"libxerces[^:]*: cannot open shared object file.*\n.*apt-get install"):
         sumo.Sumo(["-c", "any.sumocfg"])
+
+
+@pytest.mark.parametrize("backend", ["traci", "libsumo"])
+@pytest.mark.parametrize("name", ["ring.net.xml", "routes.xml", "ring.sumocfg"])
+def test_what_to_do_about_a_damaged_file_that_was_generated_is_said(tmp_path, backend, name):
+    """A power cut may leave it empty; SUMO's words named it, but nobody said that it can be made again."""
+    pytest.importorskip(backend)
+    cfg = load_config("configs/smoke.yaml", ["env.scenario=ring", f"env.backend={backend}",
+                                             "rollout.num_envs_per_worker=1"])
+    path = Path(scenarios.build_scenario(cfg, tmp_path)).parent / name
+    path.write_text("")
+    with pytest.raises(launch.SumoError, match=f"(?s){name}.*remove {path.parent}: it is generated anew"):
+        check_scenario(cfg, tmp_path)
+    shutil.rmtree(path.parent)
+    check_scenario(cfg, tmp_path)
 
 
 COUNTS = {"epoch": 1, "updates": 1}
