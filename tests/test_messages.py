@@ -287,7 +287,7 @@ ELSEWHERE = [
     ("no Python package `sumo`", "test_sumo.py"), ("does not exist; reinstall", "test_sumo.py"),
     ("failed: {error}", "test_supervision.py"), ("failed: {answer}", "test_workers.py"),
     ("rollout worker {w} {trouble}", "test_workers.py"), ("has one already", "test_backends.py"),
-    ("SUMO failed: {error}", "test_backends.py"), ("needs the package libsumo", "test_backends.py"),
+    ("SUMO failed: {explained(", "test_backends.py"), ("needs the package libsumo", "test_backends.py"),
     ("scenario {env.env_cfg.scenario}", "test_pipeline.py"), ("{named}{error}", "test_data.py"),
     ("has become shorter", "test_dataset.py"), ("has vanished", "test_dataset.py"),
     ("sample {index}: {error}", "test_preprocess.py"),
