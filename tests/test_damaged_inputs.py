@@ -264,8 +264,8 @@ def test_libraries_that_the_system_lacks_are_named_with_their_packages(tmp_path,
 
 
 @pytest.mark.parametrize("backend, name", [  # of a network libsumo says "Process Error", and its words to the terminal
-    ("traci", "ring.net.xml"), *((backend, name) for backend in ("traci", "libsumo")
-                                 for name in ("routes.xml", "ring.sumocfg"))])
+    ("traci", "ring.net.xml"), ("traci", "routes.xml"), ("traci", "ring.sumocfg"), ("libsumo", "routes.xml"),
+    ("libsumo", "ring.sumocfg")])
 def test_what_to_do_about_a_damaged_file_that_was_generated_is_said(tmp_path, backend, name):
     """A power cut may leave it empty; SUMO's words named it, but nobody said that it can be made again."""
     pytest.importorskip(backend)
