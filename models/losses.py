@@ -157,7 +157,6 @@ class ConstrainedLoss(nn.Module):
         super().__init__()
         self.model, self.ppo, self.cfg = model, ppo, phase3
         self.reference = copy.deepcopy(model.controller).requires_grad_(False) if phase3.anchor else None
-        self.horizon = model.world_model.horizon
 
     @staticmethod
     def counts(batch):
