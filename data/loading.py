@@ -38,10 +38,13 @@ class StreamingDataset(IterableDataset):
 def windows(batches, size, drop_last):
     """Lists of `size` batches, one for each optimiser step; the last one may be shorter unless `drop_last`. WorkerError
     when processes that read do not start, or are stuck."""
-    batches = begin_reading(batches)
-    while window := next_window(batches, size):
-        if len(window) == size or not drop_last:
-            yield window
+    try:
+        batches = begin_reading(batches)
+        while window := list(itertools.islice(batches, size)):
+            if len(window) == size or not drop_last:
+                yield window
+    except RuntimeError as error:  # also at the beginning: persistent processes fetch an epoch's first batches at once
+        end_stuck(error)
 
 
 def begin_reading(batches):
@@ -51,18 +54,8 @@ def begin_reading(batches):
         return iter(batches)
     except OSError as error:
         cannot_share(f"phase 1: the processes that read do not start ({error.strerror})", READS_ITSELF, error)
-    except RuntimeError as error:  # persistent ones fetch an epoch's first batches at once
-        end_stuck(error)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
-def next_window(batches, size):
-    """The next `size` batches, or the rest."""
-    try:
-        return list(itertools.islice(batches, size))
-    except RuntimeError as error:
-        end_stuck(error)
 
 
 def end_stuck(error):
