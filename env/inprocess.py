@@ -12,8 +12,7 @@ from env.launch import SumoError, explained, sumo_home
 from env.sumo import COUNTERS, Questions
 from env.wire import READINGS, Accelerate, ChangeLane, SetModes
 
-RECORD = np.dtype([(name, *kind) if isinstance(kind, tuple) else (name, kind) for _, name, kind in READINGS]
-                  ).newbyteorder("=")
+RECORD = np.dtype([(name, kind) for _, name, kind in READINGS]).newbyteorder("=")
 GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel": "getAcceleration",
            "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
            "length": "getLength", "route_index": "getRouteIndex"}
@@ -71,8 +70,7 @@ class LibSumo(Questions):
         names = vehicle.getIDList()
         records = np.empty(len(names), RECORD)
         for field, getter in GETTERS.items():
-            values = list(map(getattr(vehicle, getter), names))
-            records[field] = values if values else 0
+            records[field] = list(map(getattr(vehicle, getter), names)) or 0
         lanes, routes = (_encode(map(getter, names)) for getter in (vehicle.getLaneID, vehicle.getRouteID))
         events = {"departed": _encode(simulation.getDepartedIDList()),
                   "arrived": _encode(simulation.getArrivedIDList()),

@@ -12,8 +12,8 @@ from env.launch import SumoError
 
 EVERYWHERE = 1.0e9    # radius of the context subscription, m
 HEAD = 3              # bytes before each value: variable, status, type
-# What is read of every vehicle, in wire order: (TraCI variable, field, bytes and type of the value after its type tag).
-READINGS = ((tc.VAR_POSITION, "xy", (">f8", 2)), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
+# What is read of every vehicle, in wire order: (TraCI variable, field, type of the value after its type tag).
+READINGS = ((tc.VAR_POSITION, "xy", "(2,)>f8"), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
             (tc.VAR_ACCELERATION, "accel", ">f8"), (tc.VAR_LANEPOSITION, "pos", ">f8"),
             (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ALLOWED_SPEED, "allowed", ">f8"),
             (tc.VAR_LENGTH, "length", ">f8"),
@@ -21,8 +21,7 @@ READINGS = ((tc.VAR_POSITION, "xy", (">f8", 2)), (tc.VAR_ANGLE, "angle", ">f8"),
 STRINGS = (tc.VAR_LANE_ID, tc.VAR_ROUTE_ID)  # read after them; the only values of variable length
 TYPES = {tc.VAR_POSITION: tc.POSITION_2D, tc.VAR_ROUTE_INDEX: tc.TYPE_INTEGER, tc.VAR_LANE_ID: tc.TYPE_STRING}
 # A record ends with the length of the lane's name.
-_columns = [column for _, name, kind in READINGS
-            for column in ((f"tag_{name}", "V3"), (name, *kind) if isinstance(kind, tuple) else (name, kind))]
+_columns = [column for _, name, kind in READINGS for column in ((f"tag_{name}", "V3"), (name, kind))]
 RECORD = np.dtype([*_columns, ("tag_lane", "V3"), ("lane_bytes", ">i4")])
 HEADS = np.array([[variable, 0, TYPES.get(variable, tc.TYPE_DOUBLE)]
                   for variable in [variable for variable, _, _ in READINGS] + [tc.VAR_LANE_ID]], np.uint8).ravel()
