@@ -12,12 +12,12 @@ ACCEL_LOW, ACCEL_HIGH = -3.0, 2.0  # m/s^2
 
 def observation_space(max_vehicles, k_max):
     """Graph of one control step, by slot. A slot belongs to one vehicle until that leaves; `fresh` marks a new one."""
-    n, big = max_vehicles, 1000.0
-    box = lambda shape, low=-big: spaces.Box(low, big, shape, np.float32)  # noqa: E731
+    n = max_vehicles
+    box = lambda *shape: spaces.Box(-1000.0, 1000.0, shape, np.float32)  # noqa: E731
     return spaces.Dict({
-        "nodes": box((n, len(graph.NODE))), "edges": box((n, k_max, len(graph.EDGE))),
-        "neighbours": spaces.Box(-1, n - 1, (n, k_max), np.int16), "globals": box((len(graph.GLOBAL),)),
-        "surround": box((n, len(graph.SURROUND))), "moved": box((n,)), "mask": spaces.MultiBinary(n),
+        "nodes": box(n, len(graph.NODE)), "edges": box(n, k_max, len(graph.EDGE)),
+        "neighbours": spaces.Box(-1, n - 1, (n, k_max), np.int16), "globals": box(len(graph.GLOBAL)),
+        "surround": box(n, len(graph.SURROUND)), "moved": box(n), "mask": spaces.MultiBinary(n),
         "icv": spaces.MultiBinary(n), "fresh": spaces.MultiBinary(n), "conflict": spaces.MultiBinary(n)})
 
 
