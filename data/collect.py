@@ -31,12 +31,12 @@ from data.location import cannot_share
 from data.plan import episode_plan, held_out_episodes
 from data.settings import check_settings, of_scenario, raw_settings, scenarios
 from env.baselines import make_baseline
+from env.graph import SCENE
 from env.launch import SumoError, die_with_parent, without_main
 from env.traffic_env import check_scenario, make_env
 from env.workers import WorkerError
 
-FIELDS = ("x", "y", "angle", "speed", "accel", "lane", "length", "position", "lane_end", "progress", "icv",
-          "odometer", "lead_gap", "lead_speed")  # of a SCENE record; `lead` becomes an index into the sample
+FIELDS = tuple(name for name in SCENE.names if name != "lead")  # that becomes an index into the sample
 SEEN = ("surround", "fresh", "conflict")  # of an observation
 HEAD = ("episode", "seed", "scenario", "controller", "demand_scale")  # of a raw chunk
 NO_LEADER, LEADER_OUTSIDE = -1, -2
