@@ -106,16 +106,14 @@ def _processed_chunk(path, chunk, shape):
 
 def impossible(records):
     """[(row, what is wrong)]: neighbours that do not exist."""
-    near, present, found = records["neighbours"].astype(int), records["present"], []
+    near, present = records["neighbours"].astype(int), records["present"]
     n = present.shape[2]
-    for row in np.flatnonzero(((near < -1) | (near >= n)).any((1, 2, 3))):
-        found.append((int(row), f"neighbours: an index outside -1 to {n - 1}"))
+    inside = (near >= -1) & (near < n)
     there = np.append(present, np.ones_like(present[..., :1]), -1)  # -1 stands for nobody
-    inside = np.where((near >= -1) & (near < n), near, -1)
-    known = np.take_along_axis(there[:, :, None, :], inside % (n + 1), 3)
-    for row in np.flatnonzero(~known.all((1, 2, 3))):
-        found.append((int(row), "neighbours: a vehicle that is not present"))
-    return found
+    known = np.take_along_axis(there[:, :, None, :], np.where(inside, near, -1) % (n + 1), 3)
+    asked = (inside, f"an index outside -1 to {n - 1}"), (known, "a vehicle that is not present")
+    return [(int(row), f"neighbours: {wrong}") for fine, wrong in asked
+            for row in np.flatnonzero(~fine.all((1, 2, 3)))]
 
 
 def main(arguments=None):
