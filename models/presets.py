@@ -16,9 +16,7 @@ PRESETS = {
 
 def mlp(*widths, final_gain=None):
     """Linear layers with SiLU between them; `final_gain` scales down the last layer's start values."""
-    layers = []
-    for i, (a, b) in enumerate(zip(widths[:-1], widths[1:])):
-        layers += [nn.Linear(a, b)] + ([nn.SiLU()] if i < len(widths) - 2 else [])
+    layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.SiLU())][:-1]
     if final_gain is not None:
         nn.init.orthogonal_(layers[-1].weight, final_gain)
         nn.init.zeros_(layers[-1].bias)
