@@ -1,4 +1,4 @@
-"""What the training scripts share: run folders, the first weights of a phase, resuming, and the learning rate."""
+"""What the training scripts share: run folders, the first weights of a phase, resuming, and means for the log."""
 import copy
 import math
 import sys
@@ -149,7 +149,7 @@ class Progress:
         one. With `may_fail` a full disk is a warning, unless it is the third one in a row, counted in `failures`;
         otherwise it is a SaveError on all ranks."""
         c, bar, error = self.counters, self.counters["best"], None
-        c["best"] = value if value < bar else bar
+        c["best"] = min(bar, value)
         state = self._state()
         try:
             if self.team.is_main:
