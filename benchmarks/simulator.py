@@ -27,9 +27,8 @@ from env.launch import find_binary, sumo_environment
 from env.spaces import KEEP
 from env.sumo import Sumo
 from env.traffic_env import make_env
-from env.wire import READINGS, STRINGS
+from env.wire import VARIABLES
 
-VARIABLES = [variable for variable, _, _ in READINGS] + list(STRINGS)
 GETTERS = ("getPosition", "getAngle", "getSpeed", "getAcceleration", "getLanePosition", "getDistance",
            "getAllowedSpeed", "getLength", "getRouteIndex", "getLaneID", "getRouteID")
 ACCELERATION = graph.NODE.index("acceleration")

@@ -16,15 +16,14 @@ HEAD = 3              # bytes before each value: variable, status, type
 READINGS = ((tc.VAR_POSITION, "xy", "(2,)>f8"), (tc.VAR_ANGLE, "angle", ">f8"), (tc.VAR_SPEED, "speed", ">f8"),
             (tc.VAR_ACCELERATION, "accel", ">f8"), (tc.VAR_LANEPOSITION, "pos", ">f8"),
             (tc.VAR_DISTANCE, "odometer", ">f8"), (tc.VAR_ALLOWED_SPEED, "allowed", ">f8"),
-            (tc.VAR_LENGTH, "length", ">f8"),
-            (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
-STRINGS = (tc.VAR_LANE_ID, tc.VAR_ROUTE_ID)  # read after them; the only values of variable length
+            (tc.VAR_LENGTH, "length", ">f8"), (tc.VAR_ROUTE_INDEX, "route_index", ">i4"))
+# After them, the only values of variable length.
+VARIABLES = [*(variable for variable, _, _ in READINGS), tc.VAR_LANE_ID, tc.VAR_ROUTE_ID]
 TYPES = {tc.VAR_POSITION: tc.POSITION_2D, tc.VAR_ROUTE_INDEX: tc.TYPE_INTEGER, tc.VAR_LANE_ID: tc.TYPE_STRING}
 # A record ends with the length of the lane's name.
 _columns = [column for _, name, kind in READINGS for column in ((f"tag_{name}", "V3"), (name, kind))]
 RECORD = np.dtype([*_columns, ("tag_lane", "V3"), ("lane_bytes", ">i4")])
-HEADS = np.array([[variable, 0, TYPES.get(variable, tc.TYPE_DOUBLE)]
-                  for variable in [variable for variable, _, _ in READINGS] + [tc.VAR_LANE_ID]], np.uint8).ravel()
+HEADS = np.array([[variable, 0, TYPES.get(variable, tc.TYPE_DOUBLE)] for variable in VARIABLES[:-1]], np.uint8).ravel()
 HEAD_AT = np.concatenate([RECORD.fields[name][1] + np.arange(3) for name in RECORD.names if name.startswith("tag_")])
 
 
@@ -90,9 +89,8 @@ def get(code, variable, name, parameter=None):
 
 def context(now):
     """A context subscription over all vehicles that ends at once: SUMO evaluates it now and never again."""
-    variables = [variable for variable, _, _ in READINGS] + list(STRINGS)
     return command(tc.CMD_SUBSCRIBE_SIM_CONTEXT, struct.pack("!dd", 0.0, now) + _text(b"") + struct.pack(
-        "!BdB", tc.CMD_GET_VEHICLE_VARIABLE, EVERYWHERE, len(variables)) + bytes(variables))
+        "!BdB", tc.CMD_GET_VEHICLE_VARIABLE, EVERYWHERE, len(VARIABLES)) + bytes(VARIABLES))
 
 
 def status(answer):
