@@ -76,11 +76,8 @@ def student_t(freedom, z=1.959964):
 def table(summary):
     """The summary as text: one line per metric, one column per controller, mean +- 95 % interval."""
     width = max(22, 2 + max(map(len, summary)))
-    lines = ["".join([f"{'':20s}", *(f"{name:>{width}s}" for name in summary)])]
-    for key in SHOWN:
-        cells = [with_interval(controller[key]) for controller in summary.values()]
-        lines.append("".join([f"{key:20s}", *(f"{cell:>{width}s}" for cell in cells)]))
-    return "\n".join(lines)
+    rows = {"": summary, **{key: [with_interval(one[key]) for one in summary.values()] for key in SHOWN}}
+    return "\n".join(f"{name:20s}" + "".join(f"{cell:>{width}s}" for cell in cells) for name, cells in rows.items())
 
 
 def scenarios_of(configs):
