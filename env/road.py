@@ -34,11 +34,10 @@ class Road:
         searched at most `reach` m upstream. The others: see env.lanes.special_lanes."""
         names = [lane for lane, _, _ in lanes]
         self.lane_index = index = {lane: i for i, lane in enumerate(names)}
-        self.edge_index = edges = {}
-        for lane in names:
-            edges.setdefault(lane.rpartition("_")[0], len(edges))
-        self.lane_edge = edge_of = np.array([edges[lane.rpartition("_")[0]] for lane in names])
-        self.lane_number = number = np.array([int(lane.rpartition("_")[2]) for lane in names])
+        edge_names, _, numbers = zip(*(lane.rpartition("_") for lane in names))
+        self.edge_index = edges = {name: i for i, name in enumerate(dict.fromkeys(edge_names))}
+        self.lane_edge = edge_of = np.array([edges[name] for name in edge_names])
+        self.lane_number = number = np.array(numbers, int)
         self.edge_lanes = edge_lanes = np.full((len(edges), number.max() + 1), -1)
         edge_lanes[edge_of, number] = np.arange(len(lanes))
         self.lane_count = (edge_lanes[edge_of] >= 0).sum(1)
