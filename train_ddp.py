@@ -77,6 +77,13 @@ def optimiser_step(module, micro_batches, optimizer, precision, clip_norm):
     return {name: sum(log[name] for log in logs) for name in logs[0]}, norm, skipped  # each is a part of a sum
 
 
+def counted_step(progress, module, micro_batches, precision, clip_norm):
+    """`optimiser_step` of a phase, whose `updates` count it unless it was skipped; returns its log."""
+    log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, clip_norm)
+    progress.counters["updates"] += not skipped
+    return {**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))}
+
+
 def prepare_model(cfg, team, model, amp):
     """Say what a phase trains and how exactly, and compile it where asked; returns the phase's Precision."""
     precision = Precision(amp, team.device, team.any)
@@ -161,10 +168,8 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
         set_learning_rate(progress.optimizer, rate * c["lr_factor"])
         share = max(count, 1) / team.world  # DDP averages over ranks
         micro_batches = split([(w, share) for w in window], cfg.memory.split)
-        log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
-        logs.append({"loss": log["loss"], "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
+        logs.append(counted_step(progress, module, micro_batches, precision, p.clip_norm))
         c["samples"] += size * len(window) // p.accumulation
-        c["updates"] += not skipped
         console.progress(f"epoch {c['epoch'] + 1}: sample", c["samples"], per_epoch * size, always=False)
         if guard.must_stop():
             return progress.save()
@@ -306,9 +311,7 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
         own = [sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))]
         share = [max(n, 1) / team.world for n in team.all_sum(own)]
         micro_batches = split([(w, share) for w in window], cfg.memory.split)
-        log, norm, skipped = optimiser_step(module, micro_batches, progress.optimizer, precision, p.clip_norm)
-        logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
-        c["updates"] += not skipped
+        logs.append(counted_step(progress, module, micro_batches, precision, p.clip_norm))
     return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}
 
 

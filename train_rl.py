@@ -39,7 +39,7 @@ from runtime.rollout import Collector, note_cut_episodes
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder
-from train_ddp import TROUBLES, USER_ERRORS, advantages, open_records, optimiser_step, prepare_model
+from train_ddp import TROUBLES, USER_ERRORS, advantages, counted_step, open_records, prepare_model
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
          "cost_return", "price", "lost")
@@ -188,9 +188,7 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
             share = p.minibatch_size / team.world * len(sources)  # DDP averages over ranks
             parts = [(source(part), share, kept is not None) for source in sources
                      for part in np.array_split(rows, cfg.memory.split)]
-            log, norm, skipped = optimiser_step(module, parts, progress.optimizer, precision, p.clip_norm)
-            c["updates"] += not skipped
-            logs.append({**log, "grad_norm": norm, "overflow_share": torch.tensor(float(skipped))})
+            logs.append(counted_step(progress, module, parts, precision, p.clip_norm))
         passes.append(mean_logs(team, logs))
         if passes[-1]["kl"] > p.target_kl:  # the same number on every rank: they stop together
             break
