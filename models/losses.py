@@ -173,7 +173,7 @@ class ConstrainedLoss(nn.Module):
         memory = model.world_model.sequence(embedding, batch["before"].float(), batch["fresh"], cfg.checkpointing)
         flat = {name: batch[name].flatten(0, 1) for name in batch if name != "before"}
         seen = model.features(flat["embedding"].float(), memory.detach().flatten(0, 1), flat["nodes"], flat["surround"],
-                              flat["globals"], flat["mask"], flat["icv"], detach_latents=True)
+                              flat["globals"], flat["mask"], flat["icv"])
         with torch.autocast(embedding.device.type, enabled=False):  # as PPOLoss
             loss, log = self._policy_loss(seen, flat, count)
         ahead, known = (x[..., -1].gather(1, seen["slots"])

@@ -48,15 +48,13 @@ class TrafficModel(nn.Module):
         for part in PARTS:
             getattr(self, part).requires_grad_(part not in parts)
 
-    def features(self, embedding, memory, nodes, surround, globals_, mask, icv, detach_latents=False):
+    def features(self, embedding, memory, nodes, surround, globals_, mask, icv):
         """Controller inputs from embeddings [B, N, D] and the world model's memory [B, N, W].
 
         Returns a dict: candidates [B, C, F], valid [B, C], slots [B, C] (the ICVs, padded), scene [B, S], risk_logit
         [B, C] of the shield.
         """
-        flow, risk = self.world_model.latents(memory)
-        if detach_latents:
-            flow, risk = flow.detach(), risk.detach()
+        flow, risk = (x.detach() for x in self.world_model.latents(memory))  # no policy bends the predictions
         slots, valid = candidate_slots(icv)
         near = take(surround.float(), slots)
         node, picked_flow, picked_risk = (take(x, slots) for x in (nodes, flow, risk))
