@@ -53,9 +53,8 @@ class SafetyShield(nn.Module):
         Returns (acceleration, lane, brake, reason): brake above 0 (m/s^2) replaces the acceleration where even the
         strongest ordinary braking would not do; reason is a sum of the codes above.
         """
-        reason = torch.zeros_like(lane)
         if not self.cfg.enabled:
-            return accel, lane, torch.zeros_like(accel), reason
+            return accel, lane, torch.zeros_like(accel), torch.zeros_like(lane)
         limit, danger = self.limits(speed, surround)
         danger = danger & ~torch.isnan(accel)
         there = torch.where(lane == LEFT, surround[..., HAS_LEFT], surround[..., HAS_RIGHT]) > 0.5
@@ -67,7 +66,7 @@ class SafetyShield(nn.Module):
         limit = torch.where(allowed & (lane != KEEP), torch.minimum(limit, behind_new), limit)
         safe = torch.minimum(accel, limit)
         safe = torch.where(danger, safe.clamp(max=-self.cfg.emergency_decel), safe)
-        reason = reason + CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger + LANE_VETO * ~allowed
+        reason = CLIPPED * ((safe < accel - 1e-6) & ~danger) + EMERGENCY * danger + LANE_VETO * ~allowed
         if risk_logit is not None and bool(self.risk_trained):
             risky = risk_logit.sigmoid() > self.cfg.risk_threshold
             reason = reason + RISK * (risky & ((safe > 0) | (allowed & (lane != KEEP))))
