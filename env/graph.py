@@ -173,7 +173,7 @@ def in_line(scene):
     """[N] bool: the leader, if there is one, is on the vehicle's own way, and not on a junction lane that ends where
     its own does (env.tails): such a one is farther away than the gap between them will be."""
     lead = scene["lead"]
-    way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"]) if len(scene) else np.zeros(0)
+    way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"])
     along = scene["lead_gap"] + scene["length"][lead]  # SUMO's metres: those of an outer lane in a bend are longer
     beside = np.hypot(np.maximum(along, 0.0), LANE_WIDTH)
     return (lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH))

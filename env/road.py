@@ -146,7 +146,7 @@ class Traffic:
 
     def _search_downstream(self, lane, rest, who, gap, speed):
         """Fill who, gap and speed of the entries `rest`, which are the first on their lane, in place."""
-        road, vehicle = self.road, rest % max(self.n, 1)
+        road, vehicle = self.road, rest % self.n
         current, at = lane[rest], self.route_at[vehicle]
         travelled = road.lane_length[current] - self.pos[vehicle]
         while len(near := np.flatnonzero(travelled < self.lookahead)):
@@ -180,8 +180,7 @@ class Traffic:
         gap = self.rear[:-1] - np.append(self.pos, -np.inf)[who]
         speed = np.append(self.speed, 0.0)[who]
         rest = np.flatnonzero(~same & (lane >= 0) & (self.pos < self.lookahead))
-        if len(rest):
-            self._search_upstream(lane.ravel(), rest, gap.ravel(), speed.ravel())
+        self._search_upstream(lane.ravel(), rest, gap.ravel(), speed.ravel())
         far = gap >= self.lookahead
         gap[far], speed[far] = self.lookahead, 0.0
         return gap, speed

@@ -95,7 +95,7 @@ class Routes:
         """(place in `flat`, metres, metres on edges) of a sequence of edges; several route ids may share one."""
         if edges not in self.places:
             numbers = [self.road.edge_index[edge.decode()] for edge in edges]
-            metres = float(self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum()) if numbers else 1.0
+            metres = float(self.road.lane_length[self.road.edge_lanes[numbers, 0]].sum())
             whole = metres + sum(map(self.junction, numbers, numbers[1:]))
             self.places[edges] = len(self.flat), max(whole, 1.0), max(metres, 1.0)
             self.flat = np.concatenate([self.flat, numbers, [-1, -1]]).astype(int)
