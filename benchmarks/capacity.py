@@ -107,13 +107,11 @@ def capacity(rows):
 def draw(rows, scenario, path):
     """Outflow and mean speed against demand; needs matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return print("no picture: matplotlib is not installed (extra `viz`)")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    xs = [row["demand"]["mean"] for row in rows]
-    figure, both = pyplot.subplots(1, 2, figsize=(10, 4))
+    xs, figure = [row["demand"]["mean"] for row in rows], Figure(figsize=(10, 4))
+    both = figure.subplots(1, 2)
     for axes, name in zip(both, ("outflow", "mean_speed")):
         axes.errorbar(xs, [row[name]["mean"] for row in rows], [row[name]["ci95"] or 0 for row in rows], capsize=3)
         axes.set(xlabel=demand_title(scenario), ylabel=COLUMNS[name], title=scenario)

@@ -43,12 +43,11 @@ def compare(rows, key="return"):
 def draw(curves, minutes, path):
     """One line per seed, named with its wall-clock time, and their mean; needs matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return print("no picture: matplotlib is not installed (extra `viz`)")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     for seed, values in curves.items():
         axes.plot(range(1, len(values) + 1), values, alpha=0.4, label=f"seed {seed}, {minutes[seed]:.0f} min")
     shortest = min(map(len, curves.values()))

@@ -11,11 +11,9 @@ def draw(path, result, interval, episode, predicted):
 
     result: see benchmarks.world_model; predicted: states [F, N, H, 2] of the model in `episode` of the first scene.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    scenes = list(result["scenes"])
-    figure, ((position, speed, last), (calibration, *_)) = pyplot.subplots(2, 3, figsize=(13.5, 8))
+    from matplotlib.figure import Figure
+    scenes, figure = list(result["scenes"]), Figure(figsize=(13.5, 8))
+    (position, speed, last), (calibration, *_) = figure.subplots(2, 3)
     error_curves(position, result, scenes[0], "position", "m", interval)
     error_curves(speed, result, scenes[0], "speed", "m/s", interval)
     error_curves(last, result, scenes[-1], "position", "m", interval)

@@ -40,13 +40,11 @@ def draw(tracks, path, controller=None, say=print):
     if controller is not None and controller not in episodes:
         raise ConfigError(f"{tracks}: no episode of {controller!r} in it, only of {', '.join(episodes)}")
     controller = controller or list(episodes)[-1]
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import animation, pyplot
+    from matplotlib import animation
     track, interval = episodes[controller], float(facts["interval"])
     count = len(track["influence"])
     first = np.searchsorted(track["step"], np.arange(count + 1))
-    figure, vehicles, commanded, title = _scene(pyplot, track, facts)
+    figure, vehicles, commanded, title = _scene(track, facts)
 
     def frame(step):
         now = slice(first[step], first[step + 1])
@@ -59,19 +57,20 @@ def draw(tracks, path, controller=None, say=print):
 
     shown = range(0, count, -(-count // FRAMES))
     animation.FuncAnimation(figure, frame, shown).save(path, writer=animation.PillowWriter(fps=PER_SECOND))
-    pyplot.close(figure)
     say(f"animation: {path} ({len(shown)} frames)")
 
 
-def _scene(pyplot, track, facts):
+def _scene(track, facts):
     """(figure, scatter of all vehicles, scatter of the commanded ones, title) with the roads drawn."""
     from matplotlib.collections import LineCollection
     from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
     colours = LinearSegmentedColormap.from_list("speed", np.array(SLOW_TO_FAST) / 255)
     xy, fastest = facts["lanes/xy"], max(float(track["speed"].max(initial=1)), 1.0)
     width, height = np.ptp(xy, 0) + 20
     flat = width / height > FLATTEST
-    figure, axes = pyplot.subplots(figsize=(10, 10 * np.clip(height / width, 1 / FLATTEST, 1.2) + 0.6), dpi=80)
+    figure = Figure(figsize=(10, 10 * np.clip(height / width, 1 / FLATTEST, 1.2) + 0.6), dpi=80)
+    axes = figure.subplots()
     lanes = LineCollection(np.split(xy, facts["lanes/first"][1:]), colors="0.87", linewidths=7 if flat else 4)
     axes.add_collection(lanes)
     commanded = axes.scatter([], [], s=110, facecolors="none", edgecolors="#e6007e", linewidths=2.5, zorder=4)
