@@ -24,14 +24,11 @@ def block_type(cfg):
         align=True)
 
 
-def map_block(buffer, cfg, envs):
-    """(arrays, final): views [envs, ...] into the shared buffer; with buffer None returns its size in bytes."""
-    kind = block_type(cfg)
-    if buffer is None:
-        return envs * kind.itemsize
-    block = np.frombuffer(buffer, kind, envs)
-    arrays = {name: block[name] for name in kind.names if name != "final"}
-    return arrays, {name: block["final"][name] for name in kind["final"].names}
+def map_block(buffer, cfg):
+    """(arrays, final): views [envs, ...] into the shared buffer, which holds a `block_type` of each environment."""
+    block = np.frombuffer(buffer, block_type(cfg))
+    arrays = {name: block[name] for name in block.dtype.names if name != "final"}
+    return arrays, {name: block["final"][name] for name in block["final"].dtype.names}
 
 
 class Environments:

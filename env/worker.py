@@ -35,10 +35,10 @@ def claim(processor):
 def worker_main(pipe_fd, memory_fd):
     """Serve orders until the pipe closes."""
     pipe = multiprocessing.connection.Connection(pipe_fd)
-    cfg, indices, envs, folder, processor = pipe.recv()
+    cfg, indices, folder, processor = pipe.recv()
     place = claim(processor) if processor is not None else None  # kept until this process ends
     settle(processor if place else None)
-    arrays, final = map_block(mmap.mmap(memory_fd, map_block(None, cfg, envs)), cfg, envs)
+    arrays, final = map_block(mmap.mmap(memory_fd, 0), cfg)
     environments = Environments(cfg, indices, arrays, final, folder)
     try:
         while True:

@@ -23,7 +23,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from env.block import SECONDS, Environments, map_block
+from env.block import SECONDS, Environments, block_type, map_block
 from env.launch import WORKER_GOES, die_with_parent, first_to_go
 
 ROOT = str(Path(__file__).resolve().parent.parent)
@@ -45,7 +45,7 @@ class Pool(contextlib.AbstractContextManager):
 
     def __init__(self, cfg, envs, groups, buffer):
         self.num_envs, self.num_workers, self.groups, self.buffer = envs, 1, groups, buffer
-        self.arrays, self.final = map_block(buffer, cfg, envs)
+        self.arrays, self.final = map_block(buffer, cfg)
 
     def __exit__(self, *_):
         self.close()
@@ -76,7 +76,7 @@ class SerialPool(Pool):
     """All environments in this process, for debugging; same interface, one group."""
 
     def __init__(self, cfg, envs, folder=None):
-        super().__init__(cfg, envs, [list(range(envs))], bytearray(map_block(None, cfg, envs)))
+        super().__init__(cfg, envs, [list(range(envs))], bytearray(envs * block_type(cfg).itemsize))
         self.environments, self.orders = Environments(cfg, range(envs), self.arrays, self.final, folder), {}
 
     def _dispatch(self, orders):
@@ -103,11 +103,10 @@ class WorkerPool(Pool):
 
     def __init__(self, cfg, num_workers, envs_per_worker, folder=None):
         envs = num_workers * envs_per_worker
-        self.block_envs, size = envs, map_block(None, cfg, envs)
         self.memory = os.memfd_create("rollout")
-        os.ftruncate(self.memory, size)
+        os.ftruncate(self.memory, envs * block_type(cfg).itemsize)
         groups = [list(range(g, envs, envs_per_worker)) for g in range(envs_per_worker)]
-        super().__init__(cfg, envs, groups, mmap.mmap(self.memory, size))
+        super().__init__(cfg, envs, groups, mmap.mmap(self.memory, 0))
         self.cfg, self.folder, self.num_workers, self.per_worker = cfg, folder, num_workers, envs_per_worker
         self.processes, self.pipes = [None] * num_workers, [None] * num_workers
         self.waiting = [[] for _ in range(num_workers)]  # orders that a worker has not answered yet
@@ -134,7 +133,7 @@ class WorkerPool(Pool):
         self.pipes[w] = multiprocessing.connection.Connection(ours.detach())
         processor = _processor(w, self.num_workers) if self.cfg.rollout.pin_workers else None
         indices = range(w * self.per_worker, (w + 1) * self.per_worker)
-        self._tell(w, (self.cfg, list(indices), self.block_envs, self.folder, processor))
+        self._tell(w, (self.cfg, list(indices), self.folder, processor))
 
     def _tell(self, w, message):
         with contextlib.suppress(OSError):  # it has gone: `_answer_of` will see it
