@@ -24,12 +24,11 @@ from configs.command_line import parse
 from configs.console import BAD_INPUT, MEMORY_STOP, OUT_OF_MEMORY
 from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
-from env.launch import OUT_OF_THE_WAY
+from env.launch import OUT_OF_THE_WAY, ROOT, python_environment
 from runtime.memory import PeakMemory, component, machine_memory, oom_kills, process_tree
 from runtime.resources import claim, share_of_workers, spin_briefly, stop_signals, usable_cores
 from runtime.resources import threads_per_process as threads
 
-ROOT = Path(__file__).resolve().parent
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
 RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
 LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in its folder
@@ -116,9 +115,7 @@ def command_of(step, options, folder, plan):
 
 def run_step(step, command, threads, stop):
     """Run one step in a process group of its own; returns its exit code."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads),
-                   "PYTHONSAFEPATH": "1"}  # no `data` of the current folder
+    environment = {**python_environment(threads), "PYTHONUNBUFFERED": "1"}
     print(f"\n==== {step}: {' '.join(command)}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         marker, killed = Path(place) / "exit-code", oom_kills()

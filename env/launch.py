@@ -12,6 +12,7 @@ import sys
 import types
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
 WORKER_GOES, SIMULATOR_GOES = 300, 600  # who is killed first when memory ends: these can be replaced
 PARENT = os.getppid()  # as it was when this program began: a little later it may have died already
@@ -64,6 +65,13 @@ def sumo_environment():
     """Environment of a SUMO process: its own data folder and no stranger's settings. In another character set it would
     change the letters of file names that it returns."""
     return {**os.environ, "SUMO_HOME": str(sumo_home()), "LC_ALL": "C.UTF-8"}
+
+
+def python_environment(threads):
+    """Environment of a Python process that finds this project's modules, and no `data` or `env` of the current folder.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": str(threads)}
 
 
 def put_in(name):

@@ -13,10 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
-from env.launch import OUT_OF_THE_WAY, SumoError, explained, find_binary, put_in, sumo_environment
+from env.launch import OUT_OF_THE_WAY, ROOT, SumoError, explained, find_binary, put_in, sumo_environment
 from env.networks import NETWORKS
 
-ROOT = Path(__file__).resolve().parent.parent
 PLACES = "run.name, run.folder, data.folder or TMPDIR"  # where a built-in scenario is generated
 OUTPUTS = ("netstate-dump", "netstate", "ndump", "summary", "tripinfo", "vehroutes", "personinfo", "log", "log-file",
            "message-log", "error-log")  # SUMO's options that name a file to write, besides all in -output

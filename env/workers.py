@@ -21,12 +21,9 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 from env.block import SECONDS, Environments, block_type, map_block
-from env.launch import WORKER_GOES, die_with_parent, first_to_go
-
-ROOT = str(Path(__file__).resolve().parent.parent)
+from env.launch import WORKER_GOES, die_with_parent, first_to_go, python_environment
 
 
 class WorkerError(Exception):
@@ -123,9 +120,8 @@ class WorkerPool(Pool):
 
     def _start_worker(self, w):
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-                       "CUDA_VISIBLE_DEVICES": "", "PYTHONSAFEPATH": "1",  # no `env` of the current folder
-                       "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
+        environment = {**python_environment(threads=1), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+                       "CUDA_VISIBLE_DEVICES": ""}
         with theirs:
             self.processes[w] = subprocess.Popen(
                 [sys.executable, "-m", "env.worker", str(theirs.fileno()), str(self.memory)], env=environment,
