@@ -1,4 +1,6 @@
 """The equations, as pure functions of tensors: no configuration, no device, no rank. Tests import exactly these."""
+import itertools
+
 import torch
 import torch.nn.functional as F
 
@@ -93,18 +95,11 @@ def motion_targets(moved, speed, present, fresh, conflict, horizon):
     Returns (states [B, T, N, H, 2] displacement and speed, valid [B, T, N, H], conflicts [B, T, N, H] float). A target
     is valid while the same vehicle stays in the slot.
     """
-    steps = moved.shape[1] - horizon
-    same = present & ~fresh
-    states, valid, hits = [], [], []
-    distance, still = torch.zeros_like(moved[:, :steps]), present[:, :steps]
-    for h in range(1, horizon + 1):
-        later = slice(h, h + steps)
-        still = still & same[:, later]
-        distance = distance + moved[:, later]
-        states.append(torch.stack([distance, speed[:, later]], -1))
-        valid.append(still)
-        hits.append(conflict[:, later])
-    return torch.stack(states, 3), torch.stack(valid, 3), torch.stack(hits, 3).float()
+    later = lambda x: x[:, 1:].unfold(1, horizon, 1)  # noqa: E731  [B, T, N, H]: its values in the next H steps
+    distance = torch.stack(list(itertools.accumulate(later(moved).unbind(-1))), -1)
+    here = present[:, :moved.shape[1] - horizon, :, None]
+    return (torch.stack([distance, later(speed)], -1), here & later(present & ~fresh).cumprod(-1).bool(),
+            later(conflict.float()).contiguous())
 
 
 def within_horizon(conflicts, valid):
