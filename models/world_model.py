@@ -3,6 +3,8 @@
 Stage 1 predicts the next state of every vehicle. Stage 2 predicts the next H states from the flow latent and a
 probability of conflict for each of those steps from the risk latent.
 """
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -65,12 +67,10 @@ class WorldModel(nn.Module):
 
     def sequence(self, embeddings, state, fresh, checkpointing=False):
         """embeddings [B, T, N, D], state [B, N, ...], fresh [B, T, N] -> memory [B, T, N, width]."""
+        step = functools.partial(checkpoint, self.step, use_reentrant=False) if checkpointing else self.step
         memories = []
         for t in range(embeddings.shape[1]):
-            if checkpointing:
-                memory, state = checkpoint(self.step, embeddings[:, t], state, fresh[:, t], use_reentrant=False)
-            else:
-                memory, state = self.step(embeddings[:, t], state, fresh[:, t])
+            memory, state = step(embeddings[:, t], state, fresh[:, t])
             memories.append(memory)
         return torch.stack(memories, 1)
 
