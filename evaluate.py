@@ -37,7 +37,6 @@ from runtime.tracks import Recorded, save_tracks
 from runtime.training import schema
 from train_ddp import TROUBLES, USER_ERRORS
 
-FREE = ("preset", "future", "max_commands")  # of a model's schema, what an evaluation need not share
 SCORED = ("env.horizon_s", "env.terminate_on_collision")  # of training; scored episodes have their own
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
                  "evaluate.c_int_cap", "evaluate.leave_below", "evaluate.surprise_limit", "evaluate.accel_limit",
@@ -246,7 +245,7 @@ def settings(options):
             if cfg.model.lane_room_m != trained.model.lane_room_m:
                 raise ConfigError(f"{folder}: trained with model.lane_room_m={trained.model.lane_room_m:g}, cannot be "
                                   f"evaluated with {cfg.model.lane_room_m:g}; without --config it has its own")
-            if {**schema(cfg), **{name: schema(trained)[name] for name in FREE}} != schema(trained):
+            if cfg.env.control_interval != trained.env.control_interval:  # the rest of a schema need not be shared
                 raise ConfigError(f"{folder}: trained with {schema(trained)}, cannot be evaluated with {schema(cfg)}; "
                                   "without --config it is evaluated with its own")
         print(f"policy: {folder} (epoch {state.get('epoch')})\n{models['policy'].describe()}")
