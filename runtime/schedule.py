@@ -20,7 +20,7 @@ def reduce_on_plateau(counters, stage, loss, p):
         c.update(plateau_stage=stage, plateau_best=loss, plateau_wait=0)
         return
     c["plateau_wait"] += 1
-    if c["plateau_wait"] == p.plateau_epochs:
+    if 0 < p.plateau_epochs <= c["plateau_wait"]:
         c.update(plateau_wait=0, lr_factor=c["lr_factor"] * p.plateau_factor)
 
 

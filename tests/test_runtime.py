@@ -333,6 +333,8 @@ def test_learning_rate_falls_on_a_plateau():
     for _ in range(9):
         reduce_on_plateau(c, 2, 9.0, replace(p, plateau_epochs=0))
     assert c["lr_factor"] == 0.25
+    reduce_on_plateau(c, 2, 9.0, p)  # switched on by who continues: it had waited for longer, and never fell any more
+    assert c["lr_factor"] == 0.125
 
 
 def test_batch_size_moves_by_the_memory_in_use():
