@@ -11,11 +11,10 @@ import subprocess
 import time
 from pathlib import Path
 
-from env.launch import die_with_parent
+from env.launch import ROOT, die_with_parent
 from runtime.memory import component, process_tree, pss_mb
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 EVERY_S, GRACE_S, LIMIT_S = 0.5, 10.0, 7200.0  # between two samples; for a clean end; for a whole run
 PR_SET_CHILD_SUBREAPER = 36
 TICKS, PAGE_MB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGESIZE") / 2 ** 20

@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks.leftovers import leaked_memory, living, marked_environment, survivors
-from env.launch import die_with_parent
+from env.launch import ROOT, die_with_parent
 from runtime import checkpoint
 from runtime.memory import component, process_tree
 from runtime.metrics import read_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 SMOKE = ["--config", "configs/smoke.yaml", "run.threads=1", "coordinator.nproc=1", "phase2.imitate_iterations=0"]
 PHASE = {1: ["train_ddp.py", "--phase", "1"], 2: ["train_rl.py"], 3: ["train_ddp.py", "--phase", "3"]}
 DEADLINE = 600  # s for a command; generous, because machines are busy
