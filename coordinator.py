@@ -65,7 +65,7 @@ class Stop:
 def resource_plan(cfg):
     """{step: {"processes", "threads", "rollout_workers", "environments", "gpus"}} for this machine."""
     question = "import torch; print(torch.cuda.device_count())"  # in a process of its own: this one stays small
-    probe = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, **OUT_OF_THE_WAY)
+    probe = subprocess.run([sys.executable, "-P", "-c", question], capture_output=True, text=True, **OUT_OF_THE_WAY)
     if probe.returncode:
         said = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]
         raise ConfigError(f"PyTorch does not start: {said[-1]}")

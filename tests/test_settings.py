@@ -125,6 +125,13 @@ def test_a_probe_that_was_killed_is_one_message(monkeypatch):
         coordinator.resource_plan(Config())
 
 
+def test_a_probe_imports_nothing_of_the_current_folder(monkeypatch, tmp_path):
+    """PyTorch did not start where somebody had a random.py of his own."""
+    (tmp_path / "random.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    assert coordinator.resource_plan(load_config("configs/smoke.yaml", "run.device=cpu"))["phase2"]["gpus"] == 0
+
+
 def test_what_a_larger_trial_has_freed_does_not_count():
     """glibc keeps it: after one trial that was too large, none of the smaller ones fitted any more."""
     last = []
