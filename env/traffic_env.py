@@ -50,9 +50,9 @@ class TrafficEnv(gymnasium.Env):
         self.lane_at, self.came = np.zeros(n, int), np.full(n, -1)  # now, and last on another edge
         self.route_at, self.orders, self.odometer = np.zeros(n, int), Orders(self.road, self.cfg), Odometer(n)
         self.steps, self.driven, self.checked = 0, {}, np.zeros(n, int)  # modes of commanded ICVs; bits added, by slot
-        self.time = self.begin = self.simulator.time()
+        self.time = begin = self.simulator.time()
         self.totals = EpisodeTotals(self.cfg.reward, self.env_cfg.control_interval, self.env_cfg.horizon_s)
-        while self.time < self.begin + self.env_cfg.warmup_s - 1e-6:
+        while self.time < begin + self.env_cfg.warmup_s - 1e-6:
             self._advance([])
         if self.env_cfg.warmup_s == 0:
             self._observe(first=True)
@@ -75,7 +75,7 @@ class TrafficEnv(gymnasium.Env):
         self._advance(commands, out)
         self.steps += 1
         terminated = bool(self.env_cfg.terminate_on_collision and self.totals.collisions)
-        truncated = not terminated and self.time >= self.begin + self.env_cfg.warmup_s + self.env_cfg.horizon_s - 1e-6
+        truncated = not terminated and self.steps >= self.env_cfg.episode_steps
         info = {**self._info(cost), "executed": self._executed(was)}
         if terminated or truncated:
             info["summary"] = self.totals.summary()

@@ -75,6 +75,16 @@ def test_unseeded_resets_follow_from_the_last_seed(make):
     assert seeds[0] == seeds[1] and seeds[0][0] != seeds[0][1]
 
 
+def test_a_warm_up_that_ends_within_a_control_step_shortens_no_episode(make):
+    """The horizon was counted from within that step, so that an episode could have one less than env.episode_steps."""
+    env, truncated, steps = make(control_interval=4.0, warmup_s=1.0, horizon_s=11.0), False, 0
+    env.reset(seed=1)
+    while not truncated:
+        *_, truncated, _ = env.command([], [], [], [])
+        steps += 1
+    assert steps == env.env_cfg.episode_steps == 3
+
+
 @pytest.mark.parametrize("interval, step_length, warmup", [(1.0, 0.1, 0.0), (1.0, 0.5, 7.0), (0.5, 0.5, 0.0)])
 def test_truncated_exactly_at_the_horizon(make, interval, step_length, warmup):
     env = make(control_interval=interval, step_length=step_length, warmup_s=warmup, horizon_s=12.0)
