@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from models.presets import mlp
 
 CHANGE_SCALE = 5.0  # embeddings change little in one step
+CORRECTION = 0.5  # of "constant velocity", m and m/s for each second ahead: what the decoders' 1 stands for
 RARE = -4.6  # first logit of a conflict, 1 %: learning the rate alone would saturate the latent (Lin et al. 2017, 4.1)
 
 
@@ -32,9 +33,7 @@ class WorldModel(nn.Module):
         self.states = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, 2 * horizon, final_gain=0.1)
         self.conflict = mlp(sizes.latent, sizes.decoder_hidden, sizes.decoder_hidden, horizon + 1, final_gain=0.1)
         nn.init.constant_(self.conflict[-1].bias, RARE)
-        ahead = interval * torch.arange(1, horizon + 1)
-        self.register_buffer("scale", torch.stack([ahead * 0.5, ahead * 0.5], -1), persistent=False)  # m and m/s
-        self.register_buffer("ahead", ahead, persistent=False)
+        self.register_buffer("ahead", interval * torch.arange(1, horizon + 1), persistent=False)  # s
 
     def stage2_parameters(self):
         """Parameters that stage 1 does not use and therefore freezes."""
@@ -80,12 +79,12 @@ class WorldModel(nn.Module):
 
     def predict_next(self, memory, speed):
         """Stage 1: next displacement m and speed m/s, [..., 2], as corrections of "constant velocity"."""
-        correction = self.next_state(memory).float() * self.scale[0]
+        correction = self.next_state(memory).float() * (CORRECTION * self.interval)
         return correction + torch.stack([speed * self.interval, speed], -1)
 
     def predict_states(self, flow, speed):
         """Stage 2: displacement m and speed m/s after 1 to H control steps, [..., H, 2]."""
-        correction = self.states(flow).float().unflatten(-1, (self.horizon, 2)) * self.scale
+        correction = self.states(flow).float().unflatten(-1, (self.horizon, 2)) * (CORRECTION * self.ahead)[:, None]
         steady = speed[..., None].expand(*speed.shape, self.horizon)
         return correction + torch.stack([steady * self.ahead, steady], -1)
 
