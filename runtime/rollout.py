@@ -149,12 +149,12 @@ class Collector:
             self.rollout.put(t, group, {"scene": _compact(seen["scene"], half=True)})
             return self.rollout.append(t, group, {"candidates": _compact(seen["candidates"], half=True)},
                                        _compact(seen["valid"]).sum(1))
-        observation = {name: _compact(seen["observation"][name], half=True) for name in (*SEQUENCE, "globals")}
-        self.rollout.put(t, group, {"globals": observation.pop("globals")})
-        tables = {**observation, "embedding": _compact(seen["embedding"], half=True)}
+        self.rollout.put(t, group, {"globals": _compact(seen["observation"]["globals"], half=True)})
+        tables = {name: _compact(seen["observation"][name], half=True) for name in SEQUENCE}
+        tables["embedding"] = _compact(seen["embedding"], half=True)
         if t % self.every == 0:
             tables["before"] = _compact(seen["before"], half=True)
-        used = observation["mask"] * np.arange(1, observation["mask"].shape[1] + 1)
+        used = tables["mask"] * np.arange(1, tables["mask"].shape[1] + 1)
         self.rollout.append(t, group, tables, used.max(1))
 
     def _finish(self, group, t):
