@@ -23,7 +23,7 @@ class AmpConfig:
 
 @dataclass
 class LoaderConfig:
-    """How phase 1 reads its batches (data/dataset.py)."""
+    """How phase 1 reads its batches (data/loading.py)."""
     num_workers: int = opt(2, "DataLoader processes, 0 = read in the training process", low=0, high=16)
     pin_memory: bool = opt(True, "page-locked batches (only with a GPU)")
     prefetch_factor: int = opt(2, "batches each process prepares ahead", low=1)
