@@ -327,9 +327,10 @@ def test_interrupt_says_what_is_kept(capsys):
     assert "chunks are kept, the same command continues" in capsys.readouterr().err
 
 
-def test_reader_that_has_seen_enough_is_no_error():
-    """`python -m configs.show | head -2` ended with a traceback."""
-    show = subprocess.Popen([sys.executable, "-m", "configs.show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("module", ["configs.show", "benchmarks.size"])
+def test_reader_that_has_seen_enough_is_no_error(module):
+    """`python -m configs.show | head -2` ended with a traceback, and so did the table of sizes."""
+    show = subprocess.Popen([sys.executable, "-m", module], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     show.stdout.close()
     assert show.stderr.read() == b"" and show.wait() == 1
 
