@@ -49,6 +49,7 @@ def phase2(cfg, team, guard):
     """collect -> advantages -> update -> log -> save, `iterations` times."""
     p, folder = cfg.phase2, run_folder(cfg, team)
     check_scenario(cfg, folder / "scenario")
+    announce(p, team)
     progress, precision = learner(cfg, team, folder)
     model, optimizer = progress.model, progress.optimizer
     c, metrics = progress.counters, open_records(cfg, team, folder, 2, progress.counters["epoch"])
@@ -79,11 +80,14 @@ def phase2(cfg, team, guard):
             rollout = None  # before the next one is collected
             if p.curriculum.enabled:
                 summary["curriculum_stage"] = c["curriculum"]["stage"]
-                c["curriculum"] = c["curriculum"] if rule else judge_stage(cfg, team, c["curriculum"], facts)
+                if rule != "drives":  # how far the policy is
+                    c["curriculum"] = judge_stage(cfg, team, c["curriculum"], facts)
             c["epoch"], c["env_steps"] = c["epoch"] + 1, c["env_steps"] + steps * span.total
             metrics.record(c["epoch"], p.iterations, **summary, **log, **episode_facts(team, facts), **guard.facts(),
                            env_steps=c["env_steps"], updates=c["updates"], lr=optimizer.param_groups[0]["lr"],
                            imitated=int(rule is not None), time_learn=time.perf_counter() - start)
+            if rule == "drives" and c["epoch"] == 1:
+                note_silence(p, team, summary["c_int"])
             coming, asked = part_of_rule(p, c["epoch"]), guard.must_stop()
             fewer = guard.give_up_worker(pool)
             boundary = (asked or fewer or coming != rule or c["epoch"] == p.iterations
@@ -97,6 +101,24 @@ def phase2(cfg, team, guard):
             if boundary and coming is None and not progress.failures:  # the last good checkpoint may need them
                 kept.clear()
     team.say(f"phase 2 finished: {folder / 'phase2'}")
+
+
+def announce(p, team):
+    """Say how many iterations are the warm start's, and how many PPO's."""
+    drives = min(p.imitate_iterations, p.iterations)
+    corrects = min(p.imitate_corrections, p.iterations - drives)
+    team.say(f"phase 2: of {p.iterations} iterations a rule drives {drives} and corrects the policy in {corrects}; "
+             f"{p.iterations - drives - corrects} are PPO")
+    if p.curriculum.enabled and drives == p.iterations:
+        team.say("NOTE: the policy never drives, so the curriculum never advances; raise phase2.iterations")
+
+
+def note_silence(p, team, c_int):
+    """Say so where the rule to imitate commands nobody: its way of driving says nothing about these roads."""
+    if c_int == 0 and p.imitate != "none":
+        team.say(f"NOTE: {p.imitate} has commanded nobody, and to command nobody is what is learned from it; name a "
+                 "rule that knows these roads (phase2.imitate), or let PPO begin from nothing "
+                 "(phase2.imitate_iterations=0 phase2.imitate_corrections=0)")
 
 
 def learner(cfg, team, folder):

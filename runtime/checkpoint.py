@@ -142,9 +142,8 @@ def load_weights(model, weights, schema, source):
     problems += [f"{key}: NaN or infinite" for key, value in weights["model"].items()
                  if dense(value) and not torch.isfinite(value).all()]
     if problems:
-        more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
         raise CheckpointError(f"{source} does not fit this model (train with another run.name, or use the "
-                              "configuration and code it was trained with):\n  " + "\n  ".join(problems[:12]) + more)
+                              "configuration and code it was trained with):\n  " + "\n  ".join(problems))
     model.load_state_dict(weights["model"])
 
 

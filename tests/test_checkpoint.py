@@ -297,11 +297,12 @@ def test_any_single_difference_is_refused(change, named):
         checkpoint.load_weights(model, weights, schema, "here")
 
 
-def test_only_the_first_differences_are_listed():
+def test_all_differences_are_listed():
+    """Twelve were, "and 28 more"."""
     target = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
     with pytest.raises(CheckpointError) as error:
         checkpoint.load_weights(target, {"model": {}, "schema": SCHEMA}, SCHEMA, "here")
-    assert str(error.value).count("missing") == 12 and "28 more" in str(error.value)
+    assert str(error.value).count("missing") == 40
 
 
 # ---- progress ----------------------------------------------------------------------------------------------------

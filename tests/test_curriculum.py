@@ -1,4 +1,8 @@
 """runtime/curriculum.py: when stages change, by a hand-written table; which episodes belong to a stage."""
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -102,3 +106,15 @@ def test_a_stage_that_nobody_leaves_may_only_be_the_last():
     assert load_config("configs/smoke.yaml", overrides).phase2.curriculum.enabled
     with pytest.raises(ConfigError, match="nobody ever arrives on ring.*'env.scenario=ring'"):
         load_config("configs/smoke.yaml", [overrides[0], "env.suite=[env.scenario=ring, same]"])
+
+
+def test_stages_follow_each_other_while_a_rule_corrects_the_policy(tmp_path):
+    """Under a warm start nothing was judged: where every iteration is one, training never left the first stage."""
+    changes = ["env.suite=[same,env.demand_scale=1.2]", "phase2.curriculum.enabled=true", "phase2.fragment_length=60",
+               "phase2.curriculum.threshold=0.0", "phase2.curriculum.evaluations=1", "phase2.curriculum.patience=1",
+               "phase2.iterations=3", "phase2.imitate_corrections=2", f"run.folder={tmp_path}", "run.device=cpu"]
+    done = subprocess.run([sys.executable, "train_rl.py", "--config", "configs/smoke.yaml", *changes],
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = map(json.loads, (tmp_path / "smoke/metrics.jsonl").read_text().splitlines())
+    assert [row["curriculum_stage"] for row in rows if "curriculum_stage" in row] == [0, 0, 1]

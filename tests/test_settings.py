@@ -99,6 +99,27 @@ def test_episodes_that_no_checkpoint_lets_end_are_told(every, stages, words):
     assert len(said) == bool(words) and words in "".join(said)
 
 
+@pytest.mark.parametrize("drives, corrects, words", [
+    (3, 0, ["a rule drives 3 and corrects the policy in 0; 6 are PPO"]), (0, 0, ["drives 0 and", "; 9 are PPO"]),
+    (6, 5, ["drives 6 and corrects the policy in 3; 0 are PPO"]),
+    (12, 5, ["drives 9 and corrects the policy in 0; 0 are PPO", "the curriculum never advances"])])
+def test_phase_2_says_how_much_of_it_is_ppo(drives, corrects, words):
+    """Most configurations have none, which nothing told; where the rule always drove, the curriculum stood still."""
+    said, cfg = [], load_config("configs/smoke.yaml", ["phase2.iterations=9", f"phase2.imitate_iterations={drives}",
+                                                       f"phase2.imitate_corrections={corrects}"])
+    cfg.phase2.curriculum.enabled = True
+    train_rl.announce(cfg.phase2, SimpleNamespace(say=said.append))
+    assert all(text in " ".join(said) for text in words) and len(said) == 1 + (drives >= 9)
+
+
+@pytest.mark.parametrize("rule, c_int, told", [("harmonise", 0.0, 1), ("harmonise", 0.1, 0), ("none", 0.0, 0)])
+def test_rule_that_says_nothing_is_told(rule, c_int, told):
+    """On a ring `harmonise` is silent, and the policy learned to be, without a word."""
+    said, cfg = [], load_config("configs/smoke.yaml", [f"phase2.imitate={rule}"])
+    train_rl.note_silence(cfg.phase2, SimpleNamespace(say=said.append), c_int)
+    assert len(said) == told and all("harmonise has commanded nobody" in text for text in said)
+
+
 @pytest.mark.parametrize("workers, ranks, planned, envs", [(3, 2, 2, 4), (4, 2, 4, 8), (1, 2, 2, 4), (0, 2, 0, 4)])
 def test_the_plan_counts_the_workers_that_learners_start(monkeypatch, workers, ranks, planned, envs):
     """Three workers of two learners were planned, timed and documented; one of each was started."""
