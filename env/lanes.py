@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from env.launch import put_in
+from env.launch import SumoError, put_in
 from env.scenarios import as_unicode, seconds_of
 
 WALKING = re.compile(r":.*_[wc]\d+_\d+$")  # SUMO's names of walking areas and pedestrian crossings
@@ -17,6 +17,19 @@ def links_of(lane, links, known):
     """The links [(next lane, internal lane)] of a lane that vehicles take to a known lane."""
     return [] if WALKING.match(lane) else [(following, via) for following, via in links
                                            if following in known and not WALKING.match(following)]
+
+
+def link_tables(lanes, index, edges, shut):
+    """link_lane and link_edge of env.road.Road, [L, J], without what leads from elsewhere to the lanes (numbers) that
+    are `shut`, or over them: a car's way ends where a bus lane begins."""
+    width = max(1, max(len(links) for _, _, links in lanes))
+    link_lane, link_edge = np.full((2, len(lanes), width), -1)
+    for i, (lane, _, links) in enumerate(lanes):
+        for j, (following, via) in enumerate(links_of(lane, links, index)):
+            if i in shut or not {index[following], index.get(via)} & shut:
+                link_lane[i, j] = index.get(via, index[following])
+                link_edge[i, j] = edges[following.rpartition("_")[0]]
+    return link_lane, link_edge
 
 
 def network_of(client):
@@ -33,6 +46,14 @@ def oncoming_lanes(network):
     return [lane.get("id") for edge in edges if edge.find("lane/neigh") is not None for lane in edge.iter("lane")]
 
 
+def restricted(network):
+    """{edge id: the lowest speed, m/s, that its type allows some class of vehicles}: TraCI does not tell."""
+    root = ElementTree.fromstring(as_unicode(network)) if b"<restriction " in network else ()
+    lowest = {kind.get("id"): min(float(one.get("speed")) for one in kind) for kind in root
+              if kind.tag == "type" and len(kind)}
+    return {edge.get("id"): lowest[edge.get("type")] for edge in root if edge.get("type") in lowest}
+
+
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
 TRUE = ("1", "yes", "true", "on", "x", "t")  # as SUMO reads it
 FAR_M = 1000.0  # how far drivers look along their route when they choose a lane of a fork
@@ -45,9 +66,10 @@ def special_lanes(client):
     others, or that a light closes; all, where one may be beside another on a lane (sublane model) or on two at once
     (lane changes that take time), and where vehicles move otherwise than the shield reckons (ballistic integration,
     which an action step length for all brings too; steps so long that a leader's stop is seen too late), and those
-    whose speed limit may fall at any time. limits: speed limits, m/s. closed: not for passenger cars.
-    walked: where persons walk among these. barred: the kinds of vehicles for which a lane is closed. solid: lanes that
-    passenger cars may not leave to the left (1), to the right (-1). oncoming: oncoming_lanes."""
+    whose speed limit may fall at any time. limits: speed limits for whom they are lowest, m/s. closed: not for
+    passenger cars. walked: where persons walk among these. barred: the kinds of vehicles for which a lane is closed.
+    solid: lanes that passenger cars may not leave to the left (1), to the right (-1). oncoming: oncoming_lanes.
+    SumoError where there is no lane."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
               or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
@@ -55,9 +77,12 @@ def special_lanes(client):
     special |= {i for sign in client.variablespeedsign.getIDList() for i in client.variablespeedsign.getLanes(sign)}
     crossing = [i for i in ids if unsure or i in special or (i.startswith(":") and lane.getInternalFoes(i))]
     barred, network = {i: kinds for i in ids if (kinds := lane.getDisallowed(i))}, network_of(client)
+    if not ids:
+        raise SumoError("its network has no lanes; expected a road to drive on")
+    slow = restricted(network)
     lines = ids if b" changeLeft=" in network or b" changeRight=" in network else ()  # two questions for every lane
     return {"crossing": crossing, "barred": barred, "oncoming": oncoming_lanes(network),
-            "limits": [lane.getMaxSpeed(i) for i in ids],
+            "limits": [min(lane.getMaxSpeed(i), slow.get(i.rpartition("_")[0], np.inf)) for i in ids],
             "closed": [i for i in ids if "passenger" in barred.get(i, ())],
             "walked": [i for i in ids if i[0] != ":" and not {"pedestrian", "passenger"} & {*barred.get(i, ())}],
             "solid": {side: [i for i in lines if "passenger" not in lane.getChangePermissions(i, side)]

@@ -2,12 +2,13 @@
 
 Axis letters: L lanes (internal junction lanes included), E edges, J links of a lane, N vehicles.
 """
+import copy
 import functools
 
 import numpy as np
 
-from env.lanes import (distance_to_exit, forked_lanes, joining_edges, lane_beside, links_of, slower_lanes, taken_link,
-                       upstream)
+from env.lanes import (distance_to_exit, forked_lanes, joining_edges, lane_beside, link_tables, slower_lanes,
+                       taken_link, upstream)
 from env.tails import hold_back, meeting_lanes, obstacles
 
 FREE_SPEED = 40.0  # speed reported for "nobody there", m/s
@@ -26,7 +27,8 @@ class Road:
     same of lanes on which persons walk; to_slower [L]: of lanes with a lower speed limit than before; forked [L]:
     several links lead to the same next edge; closed [L]: not for cars, such as pavements; barred {lane: kinds
     of vehicles}; solid {1 left, -1 right: [L]}: not to be left there; oncoming [L]: drivers overtake among the oncoming
-    traffic; driving_number [L]: lane_number without the closed ones to its right."""
+    traffic; driving_number [L]: lane_number without the closed ones to its right; whole: this road with the links that
+    cars may not take, too."""
 
     def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=(), walked=(), barred=None, solid=None,
                  limits=None):
@@ -41,14 +43,8 @@ class Road:
         self.edge_lanes = edge_lanes = np.full((len(edges), number.max() + 1), -1)
         edge_lanes[edge_of, number] = np.arange(len(lanes))
         self.lane_count = (edge_lanes[edge_of] >= 0).sum(1)
-        width = max(1, max(len(links) for _, _, links in lanes))
-        self.link_lane, self.link_edge = np.full((2, len(lanes), width), -1)
-        for i, (lane, _, links) in enumerate(lanes):
-            if lane not in closed:  # a car's way ends where a bus lane begins
-                links = [link for link in links if link[0] not in closed]
-            for j, (following, via) in enumerate(links_of(lane, links, index)):
-                self.link_lane[i, j] = index.get(via, index[following])
-                self.link_edge[i, j] = edges[following.rpartition("_")[0]]
+        self._tables = functools.partial(link_tables, lanes, index, edges)
+        self.link_lane, self.link_edge = self._tables({index[lane] for lane in closed})
         self.forked = forked_lanes(self.link_edge)
         self.lane_length = np.array([length for _, length, _ in lanes], float)
         self.internal = np.array([lane.startswith(":") for lane in names])
@@ -76,12 +72,24 @@ class Road:
         self.fork = functools.lru_cache(10_000)(functools.partial(taken_link, self))
         shut = self.closed[edge_lanes] & (edge_lanes >= 0)
         self.driving_number = number - (shut.cumsum(1) - shut)[edge_of, number]
+        self.views = {"passenger": self}
+        self.whole = self.leads("whoever")
 
     def _way_to(self, there):
         """[L]: metres from each lane's end to the next lane of those that `there` [L] names, inf where none is near."""
         way, before = np.full(len(there), np.inf), self.upstream_lane[there]
         np.minimum.at(way, before, np.where(before >= 0, self.upstream_m[there], np.inf))
         return way
+
+    def leads(self, kind):
+        """This road with the links that vehicles of a kind may take: a bus's way does not end where its lane begins."""
+        if kind not in self.views:
+            view = copy.copy(self)
+            view.link_lane, view.link_edge = self._tables({i for i, kinds in self.barred.items() if kind in kinds})
+            view.forked = forked_lanes(view.link_edge)
+            view.fork = functools.lru_cache(10_000)(functools.partial(taken_link, view))
+            self.views[kind] = self if (view.link_lane == self.link_lane).all() else view
+        return self.views[kind]
 
     def has_lane(self, lane, number, kind="passenger"):
         """Whether the edge of a lane has one with this number, open to cars and to this kind of vehicles, and not
@@ -94,7 +102,7 @@ class Road:
     def between(self, edge, following):
         """Junction lanes that a vehicle drives over from an edge to the next of its route."""
         start = self.edge_lanes[edge][self.edge_lanes[edge] >= 0]
-        lane, lanes = self.link_lane[start][self.link_edge[start] == following][:1], []
+        lane, lanes = self.whole.link_lane[start][self.whole.link_edge[start] == following][:1], []
         while len(lane) and lane[0] >= 0 and self.internal[lane[0]]:
             lanes.append(int(lane[0]))
             lane = self.link_lane[lane[0], :1]
@@ -107,16 +115,16 @@ class Traffic:
     lane, route_at [N] int; pos (front bumper on the lane, m), speed, length [N] float. `route_at` points at the
     vehicle's current edge in `routes`, one flat array of edge numbers in which -1 ends each route. "Nobody" is vehicle
     number N and "no lane" is lane -1: the arrays here have one more entry for them, so that no case is special. `came`
-    [N]: the last lane on another edge, for env.tails.
+    [N]: the last lane on another edge, for env.tails. `views`: [(Road.leads, whose it is [N], None = everybody's)].
     """
 
-    def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead, came=None):
+    def __init__(self, road, lane, pos, speed, length, route_at, routes, lookahead, came=None, views=None):
         self.road, self.lane, self.pos, self.speed, self.length = road, lane, pos, speed, length
         self.route_at, self.routes, self.lookahead, self.n = route_at, routes, lookahead, len(lane)
         key = lane * 1e6 + pos  # one lane is shorter than 1000 km
         order = key.argsort(kind="stable")
         self.key, self.order, self.rank = key[order], np.append(order, self.n), np.empty(self.n, int)
-        self.everybody = np.arange(self.n)
+        self.everybody, self.views = np.arange(self.n), views or [(road, None)]
         self.rank[order] = self.everybody
         self.end = np.append(np.cumsum(np.bincount(lane, minlength=len(road.lane_length))), 0)
         self.first = np.append(0, self.end[:-1])  # lane's vehicles are order[first:end]
@@ -135,8 +143,10 @@ class Traffic:
         same = place < self.end[lane]
         who = self.order[np.where(same, place, self.n)]
         gap, speed = self.rear[who] - self.pos, np.append(self.speed, FREE_SPEED)[who]
-        self._search_downstream(lane.ravel(), np.flatnonzero(~same & (lane >= 0)), who.ravel(), gap.ravel(),
-                                speed.ravel())
+        first = np.flatnonzero(~same & (lane >= 0))
+        for road, mine in self.views:
+            rest = first if mine is None else first[mine[first % self.n]]
+            self._search_downstream(road, lane.ravel(), rest, who.ravel(), gap.ravel(), speed.ravel())
         who[who == self.n] = -1
         far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
@@ -144,9 +154,9 @@ class Traffic:
             hold_back(self, obstacle, lane, who, gap, speed)
         return who, gap, speed
 
-    def _search_downstream(self, lane, rest, who, gap, speed):
+    def _search_downstream(self, road, lane, rest, who, gap, speed):
         """Fill who, gap and speed of the entries `rest`, which are the first on their lane, in place."""
-        road, vehicle = self.road, rest % self.n
+        vehicle = rest % self.n
         current, at = lane[rest], self.route_at[vehicle]
         travelled = road.lane_length[current] - self.pos[vehicle]
         while len(near := np.flatnonzero(travelled < self.lookahead)):
@@ -156,7 +166,7 @@ class Traffic:
             leads_on = fits.any(1)
             wall = ~leads_on & (target >= 0)
             gap[rest[wall]], speed[rest[wall]] = travelled[wall], 0.0
-            following = road.link_lane[current, self._link(current, at, fits)]
+            following = road.link_lane[current, self._link(road, current, at, fits)]
             taken = leads_on & (self.first[following] < self.end[following])
             found, here = self.order[self.first[following[taken]]], rest[taken]
             who[here], speed[here], gap[here] = found, self.speed[found], travelled[taken] + self.rear[found]
@@ -164,12 +174,12 @@ class Traffic:
             rest, current, travelled = rest[go], following[go], travelled[go] + road.lane_length[following[go]]
             at = at[go] + ~road.internal[current]  # on a junction lane the route still points at the edge before it
 
-    def _link(self, current, at, fits):
+    def _link(self, road, current, at, fits):
         """Which of the fitting links [N, J] of lanes `current` is taken by who goes on over the routes from `at`."""
         link = fits.argmax(1)
-        for i in np.flatnonzero(self.road.forked[current] & (fits.sum(1) > 1)):
+        for i in np.flatnonzero(road.forked[current] & (fits.sum(1) > 1)):
             edges = self.routes[at[i] + 1:at[i] + 1 + AHEAD].tolist()
-            link[i] = self.road.fork(int(current[i]), tuple(edges[:edges.index(-1)] if -1 in edges else edges))
+            link[i] = road.fork(int(current[i]), tuple(edges[:edges.index(-1)] if -1 in edges else edges))
         return link
 
     def behind(self, lane):

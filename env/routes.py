@@ -39,6 +39,7 @@ class Routes:
         self.checks, self.alone, self.nobody = np.full(slots, self.always), np.zeros(slots, bool), False
         self.road, self.known, self.places, self.flat = road, {}, {}, np.array([-1, -1])
         self.of_slot, self.kind = [None] * slots, ["passenger"] * slots  # route ids, vehicle classes
+        self.leads = {}  # Road.leads by slot, of those who may go where cars may not
         self.ordinary, self.hardest = np.full((2, slots), MAX_BRAKE)
         self.start, self.metres, self.on_edges = np.zeros(slots, int), np.ones(slots), np.ones(slots)
         self.junction = functools.cache(lambda *edges: float(road.lane_length[road.between(*edges)].sum()))  # metres
@@ -66,7 +67,9 @@ class Routes:
         if hardest > self.leader_decel + 1e-6:  # SUMO's motorcycles: may lead anybody
             self.always, self.checks = SAFE_SPEED, self.checks | SAFE_SPEED
         for i in changed:
-            slot, way = slots[i], self.known[routes[i]]
+            slot, way = int(slots[i]), self.known[routes[i]]
+            if fresh[i]:
+                self.leads.pop(slot, None)
             other = fresh[i] or (self.of_slot[slot], self.start[slot]) != (routes[i], way[0])
             self.of_slot[slot], (self.start[slot], self.metres[slot], self.on_edges[slot]) = routes[i], way
             if self.step and icv[i] and (other or self.kind[slot] == "taxi"):  # that has its stops from others
@@ -83,6 +86,13 @@ class Routes:
         self.ordinary[slot], self.hardest[slot] = brakes[0], min(brakes[1], MAX_BRAKE)
         self.checks[slot] = checks | STOPPING * stops | SAFE_SPEED * odd
         self.alone[slot] = lights
+        if (view := self.road.leads(self.kind[slot])) is not self.road:
+            self.leads[slot] = view
+
+    def views(self, slots):
+        """Of Traffic, for the vehicles in these slots [N]; None where all may go where cars may."""
+        own = [self.leads.get(slot, self.road) for slot in slots.tolist()] if self.leads else ()
+        return [(view, np.array([one is view for one in own])) for view in {self.road, *own}] if own else None
 
     def _odd(self, acts_every, min_gap, tau, boldness=1.0, decel=0.0, hardest=math.inf):
         """Whether the shield's assumptions fail: to who acts less often than SUMO's steps, a command comes late; who

@@ -18,7 +18,9 @@ from env.networks import NETWORKS
 
 PLACES = "run.name, run.folder, data.folder or TMPDIR"  # where a built-in scenario is generated
 OUTPUTS = ("netstate-dump", "netstate", "ndump", "summary", "tripinfo", "vehroutes", "personinfo", "log", "log-file",
-           "message-log", "error-log")  # SUMO's options that name a file to write, besides all in -output
+           "message-log", "error-log", "pedestrian.jupedsim.wkt", "pedestrian.jupedsim.py",
+           "save-state.files")  # SUMO's options that name a file to write, besides all in -output and .output
+SAVE_AND_END = {"save-configuration", "C", "save-template", "save-schema"}  # SUMO's options that let it do only that
 READ_AHEAD_S = 200  # SUMO's `route-steps`
 REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits there, decodes %20, puts in ${HOME}
 
@@ -86,8 +88,10 @@ def without_outputs(scenario):
     run at once would write over each other, and over what the user has there."""
     options = options_of(scenario)
     nowhere = {name: os.devnull for name, value in options.items()
-               if value and (name.endswith("-output") or name in OUTPUTS)}
-    nowhere |= {"save-state.period": "-1"} if "save-state.period" in options else {}
+               if value and (name.endswith(("-output", ".output")) or name in OUTPUTS)}
+    nowhere |= {name: "-1" for name in ("save-state.period", "save-state.times") if name in options}
+    if scenario not in NETWORKS:  # vehicles may have such devices by their type
+        nowhere |= {"device.ssm.file": os.devnull, "device.toc.file": os.devnull}
     return [word for name, value in nowhere.items() for word in (f"--{name}", value)]
 
 
@@ -120,7 +124,8 @@ def _dry_run(words):
     except subprocess.TimeoutExpired:
         return False, []
     said = [line for line in done.stderr.splitlines()
-            if "sorted by departure" in line or line.startswith("Error") and "mesoscopic" not in line]
+            if "sorted by departure" in line or line.startswith("Error") and "mesoscopic" not in line
+            and "Could not set option" not in line]  # said of an empty section of the file
     return done.returncode != 0, said
 
 
@@ -148,6 +153,8 @@ def _user_scenario(name):
     _check_folder(path.absolute().parent, "env.scenario")  # of a link: SUMO looks beside it for the other files
     if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
         raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")
+    if found := sorted(SAVE_AND_END & options.keys()):
+        raise SumoError(f"env.scenario: {path} has {found[0]}, with which SUMO writes a file and ends; remove it")
     return str(path.absolute())
 
 

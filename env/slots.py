@@ -3,6 +3,8 @@ import hashlib
 
 import numpy as np
 
+JUMP_M = 100.0  # so much more or less than its speed says, nobody drives in a control step
+
 
 class Slots:
     """A slot belongs to one vehicle until that leaves; the lowest free one is given to a newcomer.
@@ -40,7 +42,8 @@ class Slots:
 
 class Odometer:
     """How far each vehicle has driven, by slot, m. SUMO's own counts along the edge that a vehicle is on, so that it
-    jumps and goes backwards while somebody overtakes among the oncoming traffic: there the speed counts."""
+    jumps and goes backwards while somebody overtakes among the oncoming traffic, and jumps by a train's length where
+    one turns back: there the speed counts."""
 
     def __init__(self, count):
         self.raw, self.error = np.zeros((2, count))
@@ -48,7 +51,7 @@ class Odometer:
     def read(self, raw, slots, fresh, expected, doubtful):
         """(way since the last call, odometer), each [N], from SUMO's `raw`; the `expected` way where `doubtful`."""
         told = np.where(fresh, 0.0, raw - self.raw[slots])
-        moved = np.where(doubtful & ~fresh, expected, told)
+        moved = np.where((doubtful | (np.abs(told - expected) > JUMP_M)) & ~fresh, expected, told)
         self.raw[slots], self.error[slots] = raw, np.where(fresh, 0.0, self.error[slots] + told - moved)
         return moved, raw - self.error[slots]
 

@@ -14,7 +14,7 @@ def obstacles(traffic, came):
 
     `came` [N] is the last lane of each vehicle that was on another edge (-1 = unknown).
     """
-    road, found = traffic.road, []
+    road, found = traffic.road.whole, []
     arriving = set(traffic.lane[traffic.routes[traffic.route_at + 1] < 0].tolist())  # who looks no further than its end
     for j in np.flatnonzero((traffic.rear[:-1] < 0) & (came >= 0)):
         lane, on = came[j], traffic.lane[j]
@@ -40,6 +40,7 @@ def obstacles(traffic, came):
 
 def came_from(road, came, before, lane, rear):
     """`came` [N] of `obstacles` after a control step from the lanes `before` to the lanes `lane`; rear ends in m."""
+    road = road.whole  # where buses go, too
     came = np.where(road.lane_edge[before] != road.lane_edge[lane], before, came)
     for j in np.flatnonzero((before != lane) & (rear < 0) & (came >= 0)):
         came[j] = moved_tail(road, came[j], before[j], lane[j])
@@ -77,7 +78,7 @@ def longer_tail(road, lane, rear):
 def hold_back(traffic, obstacle, lane, who, gap, speed):
     """Let the vehicles behind the obstacle that would be on `lane` [..., N] follow it where it is nearer than `gap`.
     One on another junction lane must ask for more room to brake: it may be driving past somebody who stands."""
-    road, (owner, blocked, rear, edge) = traffic.road, obstacle
+    road, (owner, blocked, rear, edge) = traffic.road.whole, obstacle
     leads_here = ((road.link_lane == blocked) & (road.link_edge == edge)).any(1)
     way = np.where(lane == blocked, rear - traffic.pos, np.inf)
     before = (lane >= 0) & leads_here[lane] & (traffic.routes[traffic.route_at + 1] == edge)

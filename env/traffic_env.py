@@ -223,7 +223,7 @@ class TrafficEnv(gymnasium.Env):
         self.route_at[slots] = self.routes.start[slots] + records["route_index"]
         return graph.surround_features(
             Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,
-                    self.cfg.graph.lookahead_m, self.came[slots]), scene)
+                    self.cfg.graph.lookahead_m, self.came[slots], self.routes.views(slots)), scene)
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}

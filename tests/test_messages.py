@@ -24,6 +24,7 @@ from data.layout import DataError, chunk_offset, read_description, read_json
 from data.preprocess import _ranges, destinations, preprocess
 from env.launch import SumoError, launch
 from env.scenarios import build_scenario
+from env.traffic_env import check_scenario
 from env.workers import WorkerError
 from runtime import checkpoint, distributed, resources, rollout, training
 from runtime.checkpoint import CheckpointError
@@ -65,6 +66,19 @@ def without_processes(monkeypatch):
 def without_network(folder):
     (folder / "my.sumocfg").write_text("<configuration><time><begin value='0'/></time></configuration>")
     scenario(str(folder / "my.sumocfg"), folder)
+
+
+def with_configuration_to_save(folder):
+    (folder / "my.sumocfg").write_text('<configuration><net-file value="n.xml"/><save-configuration value="x"/>'
+                                       "</configuration>")
+    scenario(str(folder / "my.sumocfg"), folder)
+
+
+def without_lanes(folder):
+    (folder / "n.xml").write_text('<net version="1.20"><location netOffset="0,0" convBoundary="0,0,1,1" '
+                                  'origBoundary="0,0,1,1" projParameter="!"/></net>')
+    (folder / "my.sumocfg").write_text('<configuration><net-file value="n.xml"/></configuration>')
+    check_scenario(load_config("configs/smoke.yaml", [f"env.scenario={folder / 'my.sumocfg'}"]), folder)
 
 
 def in_folder(folder, name):
@@ -160,6 +174,10 @@ CASES = [
     ("expected a .sumocfg", lambda t, m, r: a_folder(t), ["of_my_town.sumocfg: a folder; expected"]),
     ("SUMO's process does not start", lambda t, m, r: without_processes(m),
      ["Resource temporarily unavailable", "ulimit -u", "rollout.num_workers"]),
+    (", with which SUMO writes a file and ends", lambda t, m, r: with_configuration_to_save(t),
+     ["my.sumocfg", "save-configuration", "remove it"]),
+    ("its network has no lanes; expected", lambda t, m, r: without_lanes(t),
+     ["my.sumocfg", "no lanes", "a road to drive"]),
     ("names no network; expected", lambda t, m, r: without_network(t),
      ["my.sumocfg", "names no network", "net-file"]),
     ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),

@@ -225,16 +225,19 @@ def test_encodings_that_pythons_parser_does_not_know(tmp_path, encoding, scale):
 
 def test_what_a_configuration_lets_sumo_write_is_not_written(road, drive, tmp_path, monkeypatch):
     """It wrote over the user's own results, half of them when it was closed; and refused where the folder was missing,
-    in which it writes nothing now. States lay in the current folder."""
+    in which it writes nothing now. States lay in the current folder, and a file for each vehicle that has an SSM."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fcd.xml").write_text("mine")
     outputs = "".join(f'<{name} value="{value}"/>' for name, value in (
         ("fcd-output", "fcd.xml"), ("tripinfo-output", "missing/trips.xml"), ("summary", "summary.xml"),
-        ("emission-output", "emission.xml"), ("log", "log.txt"), ("save-state.period", "2")))
+        ("emission-output", "emission.xml"), ("log", "log.txt"), ("save-state.period", "2"),
+        ("save-state.times", "3"), ("save-state.files", "third.xml"), ("device.rerouting.output", "rerouted.xml"),
+        ("device.rerouting.probability", "1"), ("device.ssm.probability", "1")))
     env = drive(road(NODES, EDGES, FLOW, f"<output>{outputs}</output>"), "env.horizon_s=60")
     for _ in range(10):
         env.command(*nobody(env))
     env.close()
     assert (tmp_path / "fcd.xml").read_text() == "mine"
-    written = ("missing", "summary.xml", "emission.xml", "log.txt", "state", "mixed-autonomy")
+    written = ("missing", "summary.xml", "emission.xml", "log.txt", "state", "mixed-autonomy", "third.xml", "rerouted",
+               "ssm")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(written)]
