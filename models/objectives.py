@@ -96,10 +96,9 @@ def motion_targets(moved, speed, present, fresh, conflict, horizon):
     is valid while the same vehicle stays in the slot.
     """
     later = lambda x: x[:, 1:].unfold(1, horizon, 1)  # noqa: E731  [B, T, N, H]: its values in the next H steps
-    distance = torch.stack(list(itertools.accumulate(later(moved).unbind(-1))), -1)
-    here = present[:, :moved.shape[1] - horizon, :, None]
-    return (torch.stack([distance, later(speed)], -1), here & later(present & ~fresh).cumprod(-1).bool(),
-            later(conflict.float()).contiguous())
+    so_far = lambda x, what: torch.stack(list(itertools.accumulate(later(x).unbind(-1), what)), -1)  # noqa: E731
+    valid = so_far(present & ~fresh, torch.logical_and) & present[:, :moved.shape[1] - horizon, :, None]
+    return torch.stack([so_far(moved, torch.add), later(speed)], -1), valid, later(conflict).float()
 
 
 def within_horizon(conflicts, valid):
