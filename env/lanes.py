@@ -69,7 +69,7 @@ def special_lanes(client):
     whose speed limit may fall at any time. limits: speed limits for whom they are lowest, m/s. closed: not for
     passenger cars. walked: where persons walk among these. barred: the kinds of vehicles for which a lane is closed.
     solid: lanes that passenger cars may not leave to the left (1), to the right (-1). oncoming: oncoming_lanes.
-    SumoError where there is no lane."""
+    sublane: whether that is the model. SumoError where there is no lane."""
     lane, ids, tls, option = client.lane, client.lane.getIDList(), client.trafficlight, client.simulation.getOption
     unsure = (any(seconds_of(option(name)) > 0 for name in OTHER_MOTION)
               or option("step-method.ballistic").lower() in TRUE or seconds_of(option("step-length")) > LONGEST_STEP_S)
@@ -82,6 +82,7 @@ def special_lanes(client):
     slow = restricted(network)
     lines = ids if b" changeLeft=" in network or b" changeRight=" in network else ()  # two questions for every lane
     return {"crossing": crossing, "barred": barred, "oncoming": oncoming_lanes(network),
+            "sublane": seconds_of(option("lateral-resolution")) > 0,
             "limits": [min(lane.getMaxSpeed(i), slow.get(i.rpartition("_")[0], np.inf)) for i in ids],
             "closed": [i for i in ids if "passenger" in barred.get(i, ())],
             "walked": [i for i in ids if i[0] != ":" and not {"pedestrian", "passenger"} & {*barred.get(i, ())}],

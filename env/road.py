@@ -28,10 +28,10 @@ class Road:
     several links lead to the same next edge; closed [L]: not for cars, such as pavements; barred {lane: kinds
     of vehicles}; solid {1 left, -1 right: [L]}: not to be left there; oncoming [L]: drivers overtake among the oncoming
     traffic; driving_number [L]: lane_number without the closed ones to its right; whole: this road with the links that
-    cars may not take, too."""
+    cars may not take, too; sublane: several drive beside each other on a lane."""
 
     def __init__(self, lanes, reach=600.0, crossing=(), closed=(), oncoming=(), walked=(), barred=None, solid=None,
-                 limits=None):
+                 limits=None, sublane=False):
         """`lanes`: [(lane id, length m, [(next lane id, internal lane id or "")])] as SUMO tells them; followers are
         searched at most `reach` m upstream. The others: see env.lanes.special_lanes."""
         names = [lane for lane, _, _ in lanes]
@@ -72,7 +72,7 @@ class Road:
         self.fork = functools.lru_cache(10_000)(functools.partial(taken_link, self))
         shut = self.closed[edge_lanes] & (edge_lanes >= 0)
         self.driving_number = number - (shut.cumsum(1) - shut)[edge_of, number]
-        self.views = {"passenger": self}
+        self.sublane, self.views = sublane, {"passenger": self}
         self.whole = self.leads("whoever")
 
     def _way_to(self, there):
@@ -142,11 +142,15 @@ class Traffic:
         place = np.where(lane == self.lane, self.rank + 1, self.key.searchsorted(lane * 1e6 + self.pos, "left"))
         same = place < self.end[lane]
         who = self.order[np.where(same, place, self.n)]
+        while self.road.sublane and (beside := (lane == self.lane) & same & (self.rear[who] < self.pos)).any():
+            place = place + beside
+            same = place < self.end[lane]
+            who = self.order[np.where(same, place, self.n)]
         gap, speed = self.rear[who] - self.pos, np.append(self.speed, FREE_SPEED)[who]
         first = np.flatnonzero(~same & (lane >= 0))
-        for road, mine in self.views:
+        for view, mine in self.views:
             rest = first if mine is None else first[mine[first % self.n]]
-            self._search_downstream(road, lane.ravel(), rest, who.ravel(), gap.ravel(), speed.ravel())
+            self._search_downstream(view, lane.ravel(), rest, who.ravel(), gap.ravel(), speed.ravel())
         who[who == self.n] = -1
         far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED

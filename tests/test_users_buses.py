@@ -89,6 +89,18 @@ def test_buses_drive_into_their_lane(make, road, more, connections):
     assert walls[b"b"] == {False} and walls[b"c"] <= {True}
 
 
+@pytest.mark.parametrize("sublane, seen", [(True, [3, 3, 0, -1]), (False, [1, 3, 0, -1])])
+def test_who_drives_beside_on_the_same_lane_is_not_followed(sublane, seen):
+    """In the sublane model a bicycle beside a car was its leader, at a negative gap, and the car was braked hard."""
+    road = Road(LANES, sublane=sublane)
+    lane, routes = np.full(4, road.lane_index["b_0"]), np.array([-1, -1, road.edge_index["b"], -1, -1])
+    four = Traffic(road, lane, np.array([20.0, 22.0, 9.0, 60.0]), np.full(4, 5.0), np.array([5.0, 5.0, 1.6, 5.0]),
+                   np.full(4, 2), routes, 200.0)
+    who, gap, _ = four.ahead(lane)
+    assert who.tolist() == seen and (gap[who >= 0] > 0).all() == sublane
+    assert gap[0] == (35 if sublane else -3)
+
+
 def test_speed_limit_of_one_class_of_vehicles(make, road, tmp_path):
     """A van's limit of 8 m/s behind a road of 25 was seen when it was there: it came at 25."""
     scenario = road(NODES, ON + "</edge>", TRAFFIC)
