@@ -48,10 +48,10 @@ def oncoming_lanes(network):
 
 def restricted(network):
     """{edge id: the lowest speed, m/s, that its type allows some class of vehicles}: TraCI does not tell."""
-    root = ElementTree.fromstring(as_unicode(network)) if b"<restriction " in network else ()
-    lowest = {kind.get("id"): min(float(one.get("speed")) for one in kind) for kind in root
-              if kind.tag == "type" and len(kind)}
-    return {edge.get("id"): lowest[edge.get("type")] for edge in root if edge.get("type") in lowest}
+    root = ElementTree.fromstring(as_unicode(network)) if b"<restriction " in network else ElementTree.Element("net")
+    lowest = {kind.get("id"): min(speeds) for kind in root.iter("type")
+              if (speeds := [float(one.get("speed")) for one in kind.iter("restriction")])}
+    return {edge.get("id"): lowest[edge.get("type")] for edge in root.iter("edge") if edge.get("type") in lowest}
 
 
 OTHER_MOTION = ("lateral-resolution", "lanechange.duration", "default.action-step-length")  # options of SUMO's
