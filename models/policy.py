@@ -82,7 +82,8 @@ def bucket(count):
 class Driver:
     """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot.
 
-    `leave_below`: only ICVs with a mean speed of at least that many m/s in the next third of the road may be picked.
+    `leave_below`: only ICVs may be picked that drive at least that many m/s, as the next third of the road does in the
+    mean.
     """
 
     def __init__(self, model, num_envs, max_vehicles, device="cpu", autocast=contextlib.nullcontext,
@@ -102,10 +103,10 @@ class Driver:
         rows = torch.as_tensor(envs, device=self.device)
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
-        if self.leave_below:  # a jam that is there is not prevented any more
+        if self.leave_below:  # a jam that is there is not prevented any more, and who has been in one may leave it
             place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
             ahead = downstream_speeds(place, place, speed, obs["mask"])[..., -1]
-            obs["icv"] = obs["icv"] & (ahead >= self.leave_below)
+            obs["icv"] = obs["icv"] & (torch.minimum(ahead, speed) >= self.leave_below)
         with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]
