@@ -14,6 +14,7 @@ from data_sets import config, silent
 from scenes import build
 from torch import nn
 
+from configs import load_config
 from configs.schema import Config
 from data.collect import collect
 from data.preprocess import preprocess
@@ -116,6 +117,20 @@ def road(tmp_path):
                         f'<additional-files value="more.xml"/></input>{more}</configuration>')
         return str(path)
     return build
+
+
+@pytest.fixture
+def drive():
+    """drive(scenario, overrides) -> TrafficEnv, reset with seed 1 and closed afterwards."""
+    made = []
+
+    def build(scenario, *overrides):
+        made.append(TrafficEnv(load_config("configs/smoke.yaml", [f"env.scenario={scenario}", *overrides])))
+        made[-1].reset(seed=1)
+        return made[-1]
+    yield build
+    for env in made:
+        env.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,10 @@ import numpy as np
 import pytest
 from helpers import nobody
 
-from configs import load_config
 from env.lanes import restricted
 from env.road import FREE_SPEED, Road, Traffic
 from env.slots import Odometer
 from env.tails import obstacles
-from env.traffic_env import TrafficEnv
 
 LANES = [("a_0", 100, [("b_0", ":J_0_0")]), ("a_1", 100, [("b_1", ":J_0_1")]), (":J_0_0", 5, [("b_0", "")]),
          (":J_0_1", 5, [("b_1", "")]), ("b_0", 80, []), ("b_1", 80, [])]
@@ -18,20 +16,6 @@ ON = '<edge id="in" from="a" to="x" numLanes="2" speed="20"/><edge id="out" from
 TRAFFIC = ('<vType id="bus" vClass="bus"/><flow id="b" type="bus" begin="0" end="90" period="30" departLane="0" '
            'departSpeed="max"><route edges="in out"/></flow><flow id="c" begin="0" end="90" period="10" departLane="1" '
            'departSpeed="max"><route edges="in out"/></flow>')
-
-
-@pytest.fixture
-def make():
-    """make(scenario, overrides) -> TrafficEnv, reset with seed 1 and closed afterwards."""
-    made = []
-
-    def build(scenario, *overrides):
-        made.append(TrafficEnv(load_config("configs/smoke.yaml", [f"env.scenario={scenario}", *overrides])))
-        made[-1].reset(seed=1)
-        return made[-1]
-    yield build
-    for env in made:
-        env.close()
 
 
 @pytest.mark.parametrize("kind, free", [("bus", True), ("passenger", False), ("truck", False)])
@@ -76,10 +60,10 @@ def test_tail_of_a_bus_that_goes_where_cars_may_not():
     ('<lane index="0" allow="bus"/>', None),
     ("", '<connection from="in" to="out" fromLane="0" toLane="0" allow="bus"/>'
          '<connection from="in" to="out" fromLane="1" toLane="1"/>')])
-def test_buses_drive_into_their_lane(make, road, more, connections):
+def test_buses_drive_into_their_lane(drive, road, more, connections):
     """Told what the shield lets pass, every connected bus stopped before it."""
-    env = make(road(NODES, f"{ON}{more}</edge>", TRAFFIC, connections=connections), "env.icv_share=1",
-               "env.horizon_s=120")
+    env = drive(road(NODES, f"{ON}{more}</edge>", TRAFFIC, connections=connections), "env.icv_share=1",
+                "env.horizon_s=120")
     walls = {b"b": set(), b"c": set()}
     for _ in range(60):
         env.command(*nobody(env))
@@ -101,7 +85,7 @@ def test_who_drives_beside_on_the_same_lane_is_not_followed(sublane, seen):
     assert gap[0] == (35 if sublane else -3)
 
 
-def test_speed_limit_of_one_class_of_vehicles(make, road, tmp_path):
+def test_speed_limit_of_one_class_of_vehicles(drive, road, tmp_path):
     """A van's limit of 8 m/s behind a road of 25 was seen when it was there: it came at 25."""
     scenario = road(NODES, ON + "</edge>", TRAFFIC)
     net, slow = tmp_path / "net.xml", '<type id="slow"><restriction vClass="bus" speed="9"/></type><edge id="in" '
@@ -109,7 +93,7 @@ def test_speed_limit_of_one_class_of_vehicles(make, road, tmp_path):
     text = net.read_text().replace('<edge id="in" ', slow, 1).replace('<edge id="out" ', '<edge id="out" type="slow" ')
     net.write_text(text)
     assert restricted(net.read_bytes()) == {"out": 9}
-    network = make(scenario).road
+    network = drive(scenario).road
     assert network.to_slower[network.lane_index["in_0"]] < 1
 
 

@@ -11,24 +11,9 @@ from env import graph
 from env.road import Road
 from env.scenarios import build_scenario, own_scale
 from env.tails import came_from
-from env.traffic_env import TrafficEnv
 from evaluate import evaluate
 from models.presets import PRESETS
 from models.safety_shield import SafetyShield
-
-
-@pytest.fixture
-def drive():
-    """drive(scenario, overrides) -> TrafficEnv, reset with seed 1 and closed afterwards."""
-    made = []
-
-    def build(scenario, *overrides):
-        made.append(TrafficEnv(load_config("configs/smoke.yaml", [f"env.scenario={scenario}", *overrides])))
-        made[-1].reset(seed=1)
-        return made[-1]
-    yield build
-    for env in made:
-        env.close()
 
 
 # ---- tails -------------------------------------------------------------------------------------------------------
