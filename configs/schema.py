@@ -193,8 +193,8 @@ class EvaluateConfig:
     selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
                                     "ahead", choices=("learned", "random", "jam"))
     sample: bool = opt(False, "the policy's actions are drawn, as in training; false = the likeliest")
-    leave_below: float = opt(0.0, "the policy leaves ICVs alone that are slower, m/s, or have slower traffic in the next "
-                             "third of the road, 0 = nowhere (in phase 3 too, whose limit is on what is scored)", low=0)
+    leave_below: float = opt(0.0, "the policy leaves ICVs alone that are slower, m/s, or have slower traffic in the "
+                             "next third of the road, 0 = none (in phase 3 too: its limit is on what is scored)", low=0)
     surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
                                 "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "
                                 "the last three minutes; 0 = it commands whatever its errors", low=0)
