@@ -84,11 +84,12 @@ class Road:
     def leads(self, kind):
         """This road with the links that vehicles of a kind may take: a bus's way does not end where its lane begins."""
         if kind not in self.views:
-            view = copy.copy(self)
-            view.link_lane, view.link_edge = self._tables({i for i, kinds in self.barred.items() if kind in kinds})
-            view.forked = forked_lanes(view.link_edge)
-            view.fork = functools.lru_cache(10_000)(functools.partial(taken_link, view))
-            self.views[kind] = self if (view.link_lane == self.link_lane).all() else view
+            shut = {lane for lane, kinds in self.barred.items() if kind in kinds}
+            self.views[kind] = view = self if shut == {*np.flatnonzero(self.closed)} else copy.copy(self)
+            if view is not self:
+                view.link_lane, view.link_edge = self._tables(shut)
+                view.forked = forked_lanes(view.link_edge)
+                view.fork = functools.lru_cache(10_000)(functools.partial(taken_link, view))
         return self.views[kind]
 
     def has_lane(self, lane, number, kind="passenger"):
