@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from configs import console
-from env.baselines import BASELINES, make_baseline, mean_speed_ahead
+from env.baselines import BASELINES, FAR_M, MERGE_DISTANCE, make_baseline, mean_speed_ahead
 from env.ration import Rationed
 from models.policy import Driver
 from models.presets import PRESETS
@@ -17,6 +17,8 @@ CONTROLLERS = (*BASELINES, "policy")
 # How long errors of the world model count, s; those of whom it has known for so long, s. Of few errors nothing is said,
 # of enough the worst is for good: after 45 and 130 s at the built-in demands (a wait of 85 s costs the road there).
 SURPRISE_S, KNOWN_S, FEW, ENOUGH = 180.0, 20.0, 300, 4000
+# Traffic before a merge is as fast as this quantile of its speeds, if there are so many; if slow, that is said when, s.
+FASTEST, MERGING, SAID_S = 0.9, 10, 120.0
 AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
 LANES = ("left", "keep", "right")
 SHIELD_LOG = ("controller", "seed", "step", "slot", "reason", "commanded_accel", "commanded_lane", "sent_accel",
@@ -32,12 +34,13 @@ class PolicyController:
         self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
         self.limit, self.interval = cfg.evaluate.surprise_limit, cfg.env.control_interval
+        self.merge_speed, self.fastest = cfg.evaluate.merge_speed, {}
         self.surprise, self.seeds = {}, {}
 
     def begin(self, env, seed):
         self.driver.forget(env)
         self.rng[env], self.seeds[env] = np.random.default_rng(seed), seed
-        self.surprise[env] = Surprise(self.interval)
+        self.surprise[env], self.fastest[env] = Surprise(self.interval), Fastest(self.interval)
 
     @torch.inference_mode()
     def act(self, observation, env):
@@ -46,7 +49,7 @@ class PolicyController:
         noise = action_noise([self.rng[env]], self.k, self.driver.max_vehicles) if self.sample else None
         choice = self.driver.choose(seen, noise, self.other_scores(observation, seen, env))
         commands = {name: value[0] for name, value in self.driver.commands(seen, choice).items()}
-        if self.limit and self.surprised(observation, seen, env):
+        if self.slow(observation, env) | (self.limit > 0 and self.surprised(observation, seen, env)):  # both must look
             commands["slot"][:], commands["reason"][:] = self.driver.max_vehicles, 0
         self.surprise[env].tell(commands["slot"])
         return commands
@@ -60,6 +63,15 @@ class PolicyController:
             console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.2f} m/s, more than "
                         f"evaluate.surprise_limit={self.limit:g}: it commands nobody any more in this episode")
         return error > self.limit
+
+    def slow(self, observation, env):
+        """Whether traffic before a merge has not been as fast as `evaluate.merge_speed` yet; said once, if for long."""
+        fastest = self.fastest[env]
+        slow = fastest.look(observation) < self.merge_speed
+        if slow and fastest.steps == fastest.said_at:
+            console.say(f"policy, seed {self.seeds[env]}: in {SAID_S:g} s no traffic before a merge was as fast as "
+                        f"evaluate.merge_speed={self.merge_speed:g} m/s: it commands nobody until some is")
+        return slow
 
     def other_scores(self, observation, seen, env):
         """Scores of the candidates [1, C] that replace the learned ones; None = learned."""
@@ -101,6 +113,22 @@ class Surprise:
     def tell(self, slots):
         """What the vehicles in these slots do now was commanded: nobody could foresee it."""
         self.expected[slots[slots < len(self.expected)]] = np.nan
+
+
+class Fastest:
+    """How fast traffic before a merge has been in an episode: is the road one of those that the policy learned on? On
+    streets, before traffic lights and on roads without a merge it brakes for nothing."""
+
+    def __init__(self, interval):
+        self.speed, self.steps, self.said_at = 0.0, 0, max(1, round(SAID_S / interval))
+
+    def look(self, observation):
+        """The highest speed so far, m/s, of the fastest tenth of ten or more vehicles within 500 m of a merge."""
+        self.steps += 1
+        near = (observation["mask"] > 0) & (observation["surround"][:, MERGE_DISTANCE] < FAR_M)
+        if near.sum() >= MERGING:
+            self.speed = max(self.speed, float(np.quantile(observation["nodes"][near, SPEED].astype(float), FASTEST)))
+        return self.speed
 
 
 class BaselineController:

@@ -3,9 +3,9 @@
     python -m benchmarks.transfer --checkpoint runs/suite --controllers tuned,policy --json transfer.json
 
 Scores the controllers on the run's own suite, then, with nothing changed but the traffic, on `CORRIDORS` and on drawn
-networks (benchmarks/networks.py), or on --motorways random ones (benchmarks/motorways.py) instead. The ratio is
-S_total to the mean over the run's own suite. Flagged: a ratio below 0.5; OCR more than 1 % below no control; more
-collisions than without control.
+networks (benchmarks/networks.py), or on random ones instead: --motorways (benchmarks/motorways.py) and --streets, which
+have traffic lights or no merge (benchmarks/streets.py). The ratio is S_total to the mean over the run's own suite.
+Flagged: a ratio below 0.5; OCR more than 1 % below no control; more collisions than without control.
 """
 import os
 import shlex
@@ -16,6 +16,7 @@ from benchmarks.arguments import at_least, writable
 from benchmarks.motorways import motorway
 from benchmarks.networks import networks
 from benchmarks.report import finish
+from benchmarks.streets import street
 from configs.command_line import parse
 from env.traffic_env import check_scenario
 from env.workers import WorkerError
@@ -66,6 +67,7 @@ def add_options(parser):
     parser.add_argument("--controllers", default="policy", help=f"some of {','.join(CONTROLLERS)}")
     parser.add_argument("--seeds", help="(default: evaluate.seeds)")
     parser.add_argument("--motorways", type=at_least(1), default=0, help="so many random ones instead")
+    parser.add_argument("--streets", type=at_least(1), default=0, help="so many random ones instead, or beside these")
     parser.add_argument("--json", type=writable, default="transfer.json", help="where the result goes")
 
 
@@ -75,7 +77,8 @@ def main():
     cfg = configs[""]
     folder, known = Path(cfg.run.folder) / cfg.run.name / "scenario", cfg.env.suite
     end, place = cfg.env.horizon_s + cfg.env.warmup_s, folder / "drawn"
-    roads = [motorway(place, number, end) for number in range(1, options.motorways + 1)]
+    roads = [draw(place, number, end) for draw, count in ((motorway, options.motorways), (street, options.streets))
+             for number in range(1, count + 1)]
     corridors, drawn = ([], roads) if roads else (CORRIDORS, networks(place, end))
     cfg.env.suite = [*known, *corridors, *(shlex.quote(f"env.scenario={os.path.relpath(path)}") for path in drawn)]
     check_scenario(cfg, folder)

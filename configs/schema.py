@@ -150,8 +150,7 @@ class DataConfig:
     open_chunks: int = opt(3, "chunks that a process has open, and that samples are shuffled over", low=1, high=64)
     cache_mb: float = opt(0.0, "copies of chunks kept in memory by each reading process, MB; 0 = from the file", low=0)
     cache_timeout_s: float = opt(60.0, "a copy not used for so long is dropped, s", low=0, high=1e6)
-    disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, the longest unused first, GB",
-                         low=0)
+    disk_gb: float = opt(20.0, "above this, graphs of earlier settings are removed, longest unused first, GB", low=0)
     tmpfs: bool = opt(False, "phase 1 reads a copy of the graphs in /dev/shm, removed at the end")
 
 
@@ -187,8 +186,7 @@ class EvaluateConfig:
     """Scoring (evaluate.py)."""
     seeds: list[int] = opt(list(range(1001, 1021)), "held-out seeds, never used in training", low=0, high=2 ** 31 - 2)
     controllers: list[str] = opt(["none", "random", "follower_stopper", "lane_advice", "harmonise", "policy"],
-                                 "who is scored: rules of env/baselines.py, policy",
-                                 choices=(*BASELINES, "policy"))
+                                 "who is scored: rules of env/baselines.py, policy", choices=(*BASELINES, "policy"))
     horizon_s: float = opt(900.0, "length of a scored episode, s", low=1)
     selection: str = opt("learned", "whom the policy commands: its own choice, anybody, or who has the slowest traffic "
                                     "ahead", choices=("learned", "random", "jam"))
@@ -198,6 +196,8 @@ class EvaluateConfig:
     surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
                                 "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "
                                 "the last three minutes; 0 = it commands whatever its errors", low=0)
+    merge_speed: float = opt(0.0, "the policy commands nobody until a tenth of at least ten vehicles within 500 m of a "
+                             "merge drives as fast, m/s: other roads are not what it learned on; 0 = on all", low=0)
     accel_limit: float = opt(2.0, "highest acceleration that the policy commands, m/s^2 (phase 3 too)", low=0, high=2)
     c_int_cap: float = opt(0.0, "commands that would take an episode's C_int above it are not sent, 0 = no cap "
                            "(not in phase 3)", low=0)

@@ -13,7 +13,7 @@ WRONG = [
     "attention --batch 0", "attention --repeat -1", "attention --device nonsense", "checkpointing --repeat 0",
     "scaling --repeat 0", "reset --resets 3", "rollout --repeat 0", "ppo_update --presets nope", "loader --rows 49",
     "drills --only x", "drills --only 99", "fuzz --only x", "soak --parallel 0", "soak --launches 0",
-    "transfer --motorways 0",
+    "transfer --motorways 0", "transfer --streets 0",
     "tune_rules --processes 0", "tune_rules --finalists 0", "tune_rules --limit -1",
     "shield --guards nope", "world_model --scenes ring:x",
     "world_model --scenes nope:1", "world_model --controllers nope", "world_model --episodes 0", "chaos --minutes nan",

@@ -9,9 +9,9 @@ import torch
 
 import evaluate
 from configs import ConfigError, load_config
-from env.baselines import SPEED, mean_speed_ahead
+from env.baselines import FAR_M, MERGE_DISTANCE, SPEED, mean_speed_ahead
 from env.workers import make_pool
-from controllers import AHEAD, ENOUGH, FEW, KNOWN_S, LANES, SURPRISE_S, Audit, PolicyController, Surprise
+from controllers import AHEAD, ENOUGH, FEW, KNOWN_S, LANES, SURPRISE_S, Audit, Fastest, PolicyController, Surprise
 from evaluate import parse_seeds, sweep
 from models.safety_shield import CLIPPED, EMERGENCY, LANE_VETO, NONE, RISK
 from runtime.scores import differences, doubts, mean_ci, paired_lines, student_t, summarise
@@ -246,3 +246,42 @@ def test_who_is_surprised_commands_nobody(limit, commands, small, jam, capsys):
     assert sent[0] == (not limit) and sent[-1] == commands  # with a limit it waits until it knows its errors
     assert sent == sorted(sent) and (commands or not any(act["reason"].any() for act in acts))
     assert capsys.readouterr().out.count("commands nobody any more") == (not commands)  # said once
+
+
+def test_how_fast_traffic_is_before_a_merge():
+    """Against sorted speeds: the value nine tenths up, of ten or more with a merge ahead; the episode's highest."""
+    rng, fastest, highest = np.random.default_rng(0), Fastest(1.0), 0.0
+    assert fastest.speed == 0
+    for _ in range(60):
+        nodes, surround = np.zeros((40, 9), np.float16), np.zeros((40, 14), np.float16)
+        nodes[:, SPEED], mask = rng.uniform(0, 35, 40), rng.random(40) < 0.5
+        surround[:, MERGE_DISTANCE] = np.where(rng.random(40) < 0.5, rng.uniform(0, 499, 40), FAR_M)
+        near = mask & (surround[:, MERGE_DISTANCE] < FAR_M)
+        near = sorted(float(speed) for speed in nodes[near, SPEED])
+        if len(near) >= 10:
+            place = 0.9 * (len(near) - 1)
+            lower = near[int(place)]
+            highest = max(highest, lower + (place % 1) * (near[min(int(place) + 1, len(near) - 1)] - lower))
+        assert fastest.look({"nodes": nodes, "mask": mask, "surround": surround}) == pytest.approx(highest)
+    assert highest > 20
+
+
+@pytest.mark.parametrize("speed, distance", [(20.0, 100.0), (30.0, FAR_M)])
+def test_on_slow_roads_and_without_a_merge_nobody_is_commanded(speed, distance, small, jam, capsys):
+    """Before a traffic light on a road of 20 m/s, and on a single lane without any merge, the policy of the suite
+    braked for nothing: mean speed -7 %, S_total down to -18. Who has seen a fast merge goes on when it is slow."""
+    small, (cfg, observation) = copy.deepcopy(small), copy.deepcopy(jam)
+    command_all(small)
+    cfg.evaluate.merge_speed = 25.0
+    controller = PolicyController(cfg, small, 1)
+    controller.begin(0, 1)
+
+    def commands(speed, distance):
+        observation["nodes"][:, SPEED], observation["surround"][:, MERGE_DISTANCE] = speed, distance
+        return (controller.act(observation, 0)["slot"] < cfg.env.max_vehicles).any()
+
+    assert not any(commands(speed, distance) for _ in range(150))
+    assert capsys.readouterr().out.count("it commands nobody until some is") == 1
+    assert commands(30.0, 100.0) and commands(speed, distance) and not capsys.readouterr().out
+    controller.begin(0, 2)
+    assert not commands(speed, distance)

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.motorways import Motorway, motorway
 from benchmarks.networks import networks
+from benchmarks.streets import KINDS, Street, street
 from benchmarks.transfer import compare
 from configs import Config
 from env.traffic_env import TrafficEnv
@@ -44,10 +45,10 @@ def test_networks_carry_traffic_of_several_types(tmp_path):
         assert info["arrived"] > 0.35 * info["loaded"] and info["collisions"] == 0 and len(lengths) >= 3
 
 
-@pytest.mark.parametrize("number", [2, 12])
-def test_motorways_are_as_drawn_and_carry_traffic(tmp_path, number):
+@pytest.mark.parametrize("draw, number", [(motorway, 2), (motorway, 12), (street, 2), (street, 5)])
+def test_random_roads_are_as_drawn_and_carry_traffic(tmp_path, draw, number):
     cfg = Config()
-    cfg.env.scenario, cfg.env.max_vehicles, cfg.env.control_interval = str(motorway(tmp_path, number, 600)), 600, 10.0
+    cfg.env.scenario, cfg.env.max_vehicles, cfg.env.control_interval = str(draw(tmp_path, number, 600)), 600, 10.0
     env = TrafficEnv(cfg, tmp_path)
     try:
         info = episode(env, 1001, 36)[-1][2]
@@ -62,3 +63,10 @@ def test_a_motorways_number_says_all_and_every_element_is_drawn():
     names = " ".join(sum((road.edges for road in roads), []))
     assert all(f'id="{kind}' in names for kind in ("ramp", "off", "aux")) and 'numLanes="5"' in names
     assert {road.lanes for road in roads} >= {2, 3, 4} and any(len(road.exits) > 2 for road in roads)
+
+
+def test_a_streets_number_says_all_and_every_kind_is_drawn():
+    roads = [Street(number, 60) for number in range(1, 21)]
+    assert Street(3, 60).edges == roads[2].edges and Street(3, 60).demand() == Street(3, 60).demand()
+    assert {road.kind for road in roads} == set(KINDS) and {road.lanes for road in roads} == {1, 2, 3}
+    assert all(("traffic_light" in "".join(road.nodes)) == (road.kind == "lights") for road in roads)
