@@ -255,7 +255,7 @@ def imitation_lr(p, iteration):
 def make_driver(cfg, model, collector, device, autocast, rule):
     """Who commands the ICVs of a collector: the rule that is imitated, the policy corrected by it, the policy."""
     kind = Driver if rule is None else functools.partial(
-        RuleDriver, lambda env: imitated(cfg, collector.seed(env)), corrects=rule == "corrects")
+        RuleDriver, lambda env: imitated(cfg, collector.seeds[env]), corrects=rule == "corrects")
     return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 
