@@ -37,7 +37,7 @@ from models import objectives, risk_gnn
 from models.losses import ERRORS, ConstrainedLoss, WorldModelLoss, prediction_errors, prepare
 from models.policy import Driver, TrafficModel
 from runtime.batch_size import find_batch_size
-from runtime.checkpoint import CheckpointError, SaveError
+from runtime.checkpoint import CheckpointError, SaveError, seed_random
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
@@ -339,7 +339,7 @@ def main():
         raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: the batches "
                           "of phase 3 come from live SUMO")
     with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0) as team:
-        torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
+        seed_random(cfg.run.seed)  # first weights, equal on every rank
         if budget:
             return try_batches(cfg, team, budget)
         return {1: phase1, 3: phase3}[options.phase](cfg, team, MemoryGuard(cfg, team, stop))

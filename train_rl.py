@@ -32,6 +32,7 @@ from models.imitation import RuleDriver
 from models.losses import PPOLoss
 from models.policy import Driver, TrafficModel
 from runtime import curriculum
+from runtime.checkpoint import seed_random
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard
@@ -255,7 +256,7 @@ def imitation_lr(p, iteration):
 def make_driver(cfg, model, collector, device, autocast, rule):
     """Who commands the ICVs of a collector: the rule that is imitated, the policy corrected by it, the policy."""
     kind = Driver if rule is None else functools.partial(
-        RuleDriver, lambda env: imitated(cfg, collector.seed(env)), corrects=rule == "corrects")
+        RuleDriver, lambda env: imitated(cfg, collector.seeds[env]), corrects=rule == "corrects")
     return kind(model, collector.pool.num_envs, cfg.env.max_vehicles, device, autocast=autocast)
 
 
@@ -287,7 +288,7 @@ def main():
         return code
     stop = StopRequest()
     with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers) as team:
-        torch.manual_seed(cfg.run.seed)  # first weights, equal on every rank
+        seed_random(cfg.run.seed)  # first weights, equal on every rank
         return phase2(cfg, team, MemoryGuard(cfg, team, stop))
 
 

@@ -147,6 +147,11 @@ def load_weights(model, weights, schema, source):
     model.load_state_dict(weights["model"])
 
 
+def seed_random(seed):
+    """Begin all random numbers of this process anew: checkpoints of equal runs are then equal, these included."""
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+
+
 def random_state(device):
     """State of all random generators of this process, as plain values."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()

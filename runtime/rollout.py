@@ -94,14 +94,11 @@ class Collector:
         self.iteration, self.begun = iteration, [0 for _ in envs]
         self.noise = [np.random.default_rng([self.run_seed, self.phase, iteration, self.first_env + e]) for e in envs]
         self.driver.forget()
-        self.pool.reset([self._seed(e, 0) for e in envs])
+        self.seeds = [self._seed(e, 0) for e in envs]  # of the episodes under way
+        self.pool.reset(self.seeds)
 
     def _seed(self, env, number):
         return self.move_seed(episode_seed(self.run_seed, self.phase, self.iteration, self.first_env + env, number))
-
-    def seed(self, env):
-        """Seed of the episode under way in an environment."""
-        return self._seed(env, self.begun[env])
 
     def collect(self, steps):
         """`steps` control steps in every environment. Returns (Rollout, facts): facts are ended episodes, shield
@@ -177,6 +174,7 @@ class Collector:
         for env in (*ended, *gone):
             self.driver.forget(env)
             self.begun[env] += 1
+            self.seeds[env] = self._seed(env, self.begun[env])  # now: `move_seed` may change between collections
 
     def _bootstrap(self, t):
         """Values of the states after the last step, and of the following states of all other steps."""

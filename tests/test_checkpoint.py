@@ -85,6 +85,12 @@ def test_random_states_continue_after_a_round_trip(tmp_path):
         assert draws() == expected
 
 
+def test_equal_seeds_begin_equal_random_numbers():
+    """Python's and numpy's began anywhere: no two checkpoints of equal runs, or of a resumed one, were equal."""
+    first, second = ((checkpoint.seed_random(3), draws()) for _ in range(2))
+    assert first == second
+
+
 def test_pruning_keeps_the_last_and_the_best(tmp_path, capsys):
     for step in range(1, 8):
         checkpoint.save(tmp_path, step, state_of(step), keep_last=2, best=step == 2)

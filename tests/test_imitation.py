@@ -140,7 +140,7 @@ def test_who_is_corrected_drives_itself(scenarios):
     model = TrafficModel(cfg)
     with make_pool(cfg, 0, 2, scenarios) as pool:
         pool.reset([1, 2])
-        collector = SimpleNamespace(pool=pool, seed=lambda env: env)
+        collector = SimpleNamespace(pool=pool, seeds=range(pool.num_envs))
         drivers = [train_rl.make_driver(cfg, model, collector, CPU, contextlib.nullcontext,
                                         train_rl.part_of_rule(cfg.phase2, i)) for i in range(6)]
         observation = {key: pool.arrays[key].copy() for key in pool.final}

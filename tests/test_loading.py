@@ -35,6 +35,15 @@ def test_loader_reads_the_batches_of_the_sampler(made, workers):
         assert read == [rows for _, rows in sampler] != []
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_draws_none_of_trainings_random_numbers(made, workers):
+    """Each beginning of reading drew one: a run that was interrupted within an epoch went on with other numbers."""
+    options = load_config("configs/default.yaml", [f"phase1.loader.num_workers={workers}"]).phase1.loader
+    before = torch.get_rng_state()
+    assert len(list(make_loader(ChunkedDataset(made, "train"), [[8], [3]], options, False))) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_message_of_a_reading_process_comes_without_its_traceback(made):
     """With phase1.loader.num_workers above 0, as by default, it was the last of twenty lines."""
     options = load_config("configs/default.yaml", ["phase1.loader.num_workers=1"]).phase1.loader

@@ -215,6 +215,19 @@ def test_collector_begins_anew_at_a_boundary():
     assert len(seeds) == len(pool.seeds) and episode_seed(7, 3, 1, 2, 1) in seeds
 
 
+def test_an_episode_keeps_its_seed_when_the_curriculum_moves_on():
+    """One that had begun in the last step of a collection was taken for one of the next stage, whose rule taught it."""
+    pool = CountingPool(late=True)
+    collector = Collector(pool, CheckingDriver(), run_seed=7, phase=2)
+    collector.begin(0)
+    collector.collect(3)
+    collector.move_seed = lambda seed: seed + 1
+    under_way = {env: seed for env, _, seed in pool.seeds}
+    assert pool.where[0] == (1, 0) and collector.seeds == [under_way[env] for env in range(4)]
+    collector.collect(30)
+    assert collector.seeds == [{env: seed for env, _, seed in pool.seeds}[env] for env in range(4)]
+
+
 # ---- noise -------------------------------------------------------------------------------------------------------
 
 def draws(groups=((0, 2), (1, 3)), run_seed=7, phase=2, iteration=0, first_env=0):
