@@ -33,7 +33,7 @@ STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "rep
 RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
 LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in its folder
 RANKS = ("train_ddp", "train_rl")
-INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
+INTERRUPTED = (-signal.SIGTERM, 128 + signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
 MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
