@@ -18,6 +18,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from runtime.resources import after_imports, before_torch
+if __name__ == "__main__":
+    before_torch()
 
 from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
@@ -283,6 +286,7 @@ def run():
 
 
 def main():
+    after_imports()
     return console.exit_code(run, (ConfigError,), troubles=(WriteError,))
 
 

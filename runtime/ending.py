@@ -1,8 +1,6 @@
 """How every script ends: its exit code, and who says why."""
 import contextlib
-import gc
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from configs import console
+from runtime.resources import after_imports
 
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 
@@ -19,11 +18,7 @@ def run_script(main, user_errors, troubles=()):
     """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
     console.settle_output()
-    if not gc.isenabled():  # see runtime.resources.before_torch
-        gc.freeze()
-        gc.enable()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # likewise
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    after_imports()
     try:
         code = main() or 0
         sys.stdout.flush()
