@@ -153,9 +153,11 @@ def test_the_slowest_of_several_vehicles_is_seen():
 
 
 def test_one_point_alone_stands_in_the_middle_of_its_axis():
-    """It lay in a corner, and beside the only epoch, 5, the axis named 6, 7, 8, 9 and 10."""
+    """It lay in a corner, and beside the only epoch, 5, the axis named 6, 7, 8, 9 and 10. As wide as a line, it was
+    hardly seen: after one epoch the figures looked empty."""
     drawn = pictures.lines("loss", {"loss": [(5, 0.3)]}, "epoch")
     assert 'd="M50.00 52.38L' in drawn and ">5</span>" in drawn and ">6</span>" not in drawn
+    assert 'stroke-width="7"' in drawn and 'stroke-width="2"' in pictures.lines("loss", {"loss": [(5, 0.3), (6, 0.2)]})
     assert pictures.span([0.3]) == pytest.approx((0.15, 0.45)) and pictures.span([0, 0]) == (-0.5, 0.5)
 
 
