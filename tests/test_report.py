@@ -223,6 +223,11 @@ def test_every_rule_has_its_colour_everywhere():
     assert all(report.STYLE.read_text().count(f"{colour}:#") == 2 for colour in COLOURS.values())
 
 
+def test_a_figure_alone_in_its_row_does_not_fill_a_desk():
+    """Phase 2 of a run without a whole episode has one, which was 1340 pixels wide and taller than the window."""
+    assert ".row>figure{max-width:44rem}" in report.STYLE.read_text()
+
+
 def test_colours_do_not_run_out():
     """Nine controllers, or a sweep: IndexError at the end of a long run."""
     assert len(coloured([f"rule {i}" for i in range(20)])) == 20
