@@ -1,5 +1,6 @@
 """The report and what it draws: tracks against the road, pictures by hand, and the page in a real browser."""
 import json
+import os
 import re
 import shutil
 import struct
@@ -14,7 +15,7 @@ from data_sets import silent
 from scenes import build
 
 import evaluate
-from configs import ConfigError, dump_config, load_config
+from configs import ConfigError, WriteError, dump_config, load_config
 from env import gui, sumo
 from env.baselines import BASELINES
 from env.launch import SumoError
@@ -311,6 +312,22 @@ def test_time_space_diagrams_of_all_controllers_as_a_picture(run, tmp_path):
     animation.draw_time_space(run.tracks, tmp_path / "time_space.png", silent)
     width, height = struct.unpack("!II", (tmp_path / "time_space.png").read_bytes()[16:24])
     assert width > 4 * height  # three panels
+
+
+def test_a_full_disk_leaves_the_old_picture_and_is_named(run, tmp_path, monkeypatch):
+    """Half of a GIF stood in its place, and the message was "[Errno 28] No space left on device"."""
+    pytest.importorskip("PIL")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(animation, "FRAMES", 2)
+    for draw_it, path in ((animation.draw, tmp_path / "drive.gif"), (animation.draw_time_space, tmp_path / "all.png")):
+        path.write_bytes(b"old")
+        with pytest.raises(WriteError, match=f"{path.name}: could not be written: No space left on device; make room"):
+            draw_it(run.tracks, path, say=silent)
+        assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_animation_that_cannot_be_is_refused_before_anything_starts(tmp_path, monkeypatch):
