@@ -26,6 +26,8 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
+        if told:
+            _leave_word("told")
         if news := told is None and not spoken():  # another rank's end is none: this one lost its connection to it
             with contextlib.suppress(OSError):  # a full disk
                 get_error_handler().record_exception(error)  # for torchrun, which shows a traceback of each rank
@@ -74,8 +76,13 @@ def note(code):
 
 def note_stop():
     """Leave word for the coordinator that a phase was asked to stop before its end: that is no failure either."""
+    _leave_word("stopped")
+
+
+def _leave_word(word):
     if "EXIT_CODE_FILE" in os.environ:
-        Path(os.environ["EXIT_CODE_FILE"]).with_name("stopped").touch()
+        with contextlib.suppress(OSError):
+            Path(os.environ["EXIT_CODE_FILE"]).with_name(word).touch()
 
 
 def first_to_speak():

@@ -154,6 +154,23 @@ def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, tmp_path,
     assert coordinator.run_step("phase1", step, 1, AskedLater(asked)) == expected
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_launcher_whose_rank_has_told_what_is_wrong_shows_no_traceback(tmp_path, told):
+    """After "could not be saved (No space left on device)" came torchrun's ChildFailedError, as of a crash."""
+    (tmp_path / "rank.py").write_text(f"""
+from configs import WriteError
+from runtime.ending import run_script
+def main():
+    raise WriteError("disk full")
+run_script(main, (), (WriteError,) if {told} else ())
+raise SystemExit(1)""")
+    command = [sys.executable, "-m", "runtime.ranks", "--standalone", "--nproc_per_node=1", str(tmp_path / "rank.py")]
+    env = {**os.environ, "EXIT_CODE_FILE": str(tmp_path / "code"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and ("error: disk full" in done.stderr) == told
+    assert ("ChildFailedError" in done.stderr) == (not told)
+
+
 def test_a_launcher_that_is_stopped_shows_no_traceback_of_its_own(tmp_path):
     """After "stopped and saved" came torchrun's SignalException."""
     (tmp_path / "rank.py").write_text("print('begun', flush=True)\nimport time\ntime.sleep(60)")
