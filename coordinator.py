@@ -282,7 +282,9 @@ def run():
     try:
         return pipeline(options, Stop())
     finally:
-        print(memory.stop(), flush=True)
+        peak = memory.stop()
+        if memory.at_peak:  # else it was refused at once
+            print(peak, flush=True)
 
 
 def main():

@@ -88,6 +88,20 @@ def test_a_phase_does_not_train_beside_the_coordinator_of_its_run(tmp_path, belo
     lock.close()
 
 
+def test_who_is_refused_at_once_is_not_told_a_peak_of_nothing(tmp_path, monkeypatch, capsys):
+    """Above "another process is working there" stood "peak memory of the process tree (PSS): 0 MB ()"."""
+    monkeypatch.setattr(coordinator.PeakMemory, "sample", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["coordinator.py", "--config", "configs/smoke.yaml", f"run.folder={tmp_path}"])
+    monkeypatch.setattr(coordinator, "claim", refuse)  # locks are the process's: it would get its own
+    assert coordinator.main() == 2
+    told = capsys.readouterr()
+    assert "working there" in told.err and told.out == ""
+
+
+def refuse(folder):
+    raise ConfigError(f"{folder}: another process is working there")
+
+
 def test_bad_input_is_to_be_corrected_first(steps, capsys):
     """The same command was said to continue, which it never could."""
     steps("--only", "phase1", codes=[2])
