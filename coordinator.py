@@ -18,6 +18,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from runtime.resources import after_imports, before_torch
+if __name__ == "__main__":
+    before_torch()
 
 from configs import ConfigError, WriteError, console, to_dict
 from configs.command_line import parse
@@ -33,7 +36,7 @@ STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "rep
 RESULTS = {"evaluate": "evaluation.json", "report": "report.html"}
 LEAVES = {"phase1": "phase1/latest", "phase2": "phase2/latest", "phase3": "phase3/latest", **RESULTS}  # in its folder
 RANKS = ("train_ddp", "train_rl")
-INTERRUPTED = (-signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
+INTERRUPTED = (-signal.SIGTERM, 128 + signal.SIGTERM, 130)  # how a step ends that is no phase and was asked to stop
 MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
@@ -279,10 +282,13 @@ def run():
     try:
         return pipeline(options, Stop())
     finally:
-        print(memory.stop(), flush=True)
+        peak = memory.stop()
+        if memory.at_peak:  # else it was refused at once
+            print(peak, flush=True)
 
 
 def main():
+    after_imports()
     return console.exit_code(run, (ConfigError,), troubles=(WriteError,))
 
 

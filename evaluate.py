@@ -185,7 +185,7 @@ def add_options(parser):
     parser.set_defaults(config=None)
     parser.add_argument("--scenario", help="built-in name or a .sumocfg (default: env.scenario and env.suite)")
     parser.add_argument("--controllers", help=f"some of {','.join(CONTROLLERS)} (default: evaluate.controllers)")
-    parser.add_argument("--checkpoint", help="run folder, phase folder or step folder; needed for `policy`")
+    parser.add_argument("--checkpoint", help="run, phase or step folder, for `policy`; without --config its own counts")
     parser.add_argument("--seeds", help="for example 1001-1010 (default: evaluate.seeds)")
     parser.add_argument("--sweep", metavar="KEY=A,B", help="score all with each value of a setting in turn")
     parser.add_argument("--out", help="write results as JSON, and as CSV beside it with the shield's log")

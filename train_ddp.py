@@ -338,7 +338,7 @@ def main():
     if (budget := options.find_batch_size) is not None and (options.phase != 1 or not 0 < budget < math.inf):
         raise ConfigError(f"command line: --find-batch-size {budget}: expected GB above 0, and --phase 1: the batches "
                           "of phase 3 come from live SUMO")
-    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0) as team:
+    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers if options.phase == 3 else 0, stop) as team:
         seed_random(cfg.run.seed)  # first weights, equal on every rank
         if budget:
             return try_batches(cfg, team, budget)

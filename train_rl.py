@@ -287,7 +287,7 @@ def main():
     if (code := one_learner_per_gpu(cfg)) is not None:
         return code
     stop = StopRequest()
-    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers) as team:
+    with start_team(cfg.run, cfg.ddp, cfg.rollout.num_workers, stop) as team:
         seed_random(cfg.run.seed)  # first weights, equal on every rank
         return phase2(cfg, team, MemoryGuard(cfg, team, stop))
 

@@ -28,11 +28,13 @@ def parse(doc, arguments=None, add=None, load=True):
 
 
 class Once(argparse.Action):
-    """Any option with a value: a second one would silently replace the first."""
+    """Any option with a value: a second one would silently replace the first, an empty one count as none."""
     given = False
 
     def __call__(self, parser, namespace, values, option_string=None):
         if self.given:
             parser.error(f"{option_string} {values}: there is one already; run the command once for each")
+        if values == "":
+            parser.error(f"{option_string} '': expected a value; is a variable of the shell not set?")
         self.given = option_string is not None
         setattr(namespace, self.dest, values)

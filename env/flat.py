@@ -52,7 +52,7 @@ class FlatTraffic(gymnasium.Env):
     def step(self, action):
         """Command the picked ICVs for one control interval; reward in points of the score, minus the priced cost."""
         pick, lane, level = np.asarray(action).reshape(-1, 3).T
-        icvs = np.flatnonzero(self.env.observation["icv"])[:ICVS]
+        icvs = np.flatnonzero(self.env.observation.get("icv", []))[:ICVS]
         slots = np.full(ICVS + 1, self.cfg.env.max_vehicles)
         slots[:len(icvs)] = icvs
         observation, reward, terminated, truncated, info = self.env.command(

@@ -34,7 +34,7 @@ class TrafficEnv(gymnasium.Env):
         self.folder = folder or self._own_folder.name
         self.observation_space = observation_space(cfg.env.max_vehicles, cfg.graph.k_max)
         self.action_space = action_space(cfg.env.max_vehicles, cfg.env.max_commands)
-        self.simulator, self.built, self.roads = None, {}, {}  # scenario by variant, road by scenario
+        self.simulator, self.observation, self.built, self.roads = None, {}, {}, {}  # by variant, by scenario
         self.seed, self.episodes, self.seconds = 0, 0, np.zeros(3)  # s of the last step: SUMO, reading it, building
 
     # ---- gymnasium's interface ---------------------------------------------------------------------------------

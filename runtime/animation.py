@@ -8,12 +8,14 @@ Needs matplotlib and pillow (extra `viz`).
 import argparse
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from configs import ConfigError
+from configs import ConfigError, WriteError
 from configs.console import exit_code
+from configs.files import whole
 from runtime.pictures import SLOW_TO_FAST, speed_palette
 from runtime.report_traffic import pixels_of
 from runtime.tracks import load_tracks
@@ -56,7 +58,10 @@ def draw(tracks, path, controller=None, say=print):
                        "(black rim: connected, magenta ring: commanded)")
 
     shown = range(0, count, -(-count // FRAMES))
-    animation.FuncAnimation(figure, frame, shown).save(path, writer=animation.PillowWriter(fps=PER_SECOND))
+    with whole(path) as file, tempfile.TemporaryDirectory() as folder:  # its writer takes names only
+        drawn = Path(folder) / "drive.gif"
+        animation.FuncAnimation(figure, frame, shown).save(drawn, writer=animation.PillowWriter(fps=PER_SECOND))
+        file.write(drawn.read_bytes())
     say(f"animation: {path} ({len(shown)} frames)")
 
 
@@ -100,7 +105,8 @@ def draw_time_space(tracks, path, say=print):
     bar = figure.colorbar(panels[-1].images[0], ax=panels, pad=0.01, ticks=np.linspace(1, 255, 4))
     bar.set_label("speed, m/s")
     bar.ax.set_yticklabels([f"{v:.0f}" for v in np.linspace(0, fastest, 4)])
-    figure.savefig(path)
+    with whole(path) as file:
+        figure.savefig(file, format="png")
     say(f"time-space diagrams: {path}")
 
 
@@ -120,4 +126,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(main, (ConfigError, OSError, ValueError)))
+    sys.exit(exit_code(main, (ConfigError, OSError, ValueError), troubles=(WriteError,)))

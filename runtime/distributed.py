@@ -89,10 +89,11 @@ def ranks_of(environment):
     return tuple(map(int, texts.values()))
 
 
-def start_team(run, ddp, rollout_workers=0):
+def start_team(run, ddp, rollout_workers=0, stop=None):
     """Join the process group that torchrun describes, or be a team of one.
 
-    `run` and `ddp` are sections of the configuration; `rollout_workers` processes simulate on this machine meanwhile.
+    `run` and `ddp` are sections of the configuration; `rollout_workers` processes simulate on this machine meanwhile;
+    `stop` is the rank's StopRequest.
     """
     rank, world, local_rank, local_world = ranks_of(os.environ)
     gpus = torch.cuda.device_count() if run.device != "cpu" else 0
@@ -112,6 +113,8 @@ def start_team(run, ddp, rollout_workers=0):
             os.environ.setdefault(name, value)
         backend = ddp.backend if ddp.backend != "auto" else ("nccl" if gpus >= local_world else "gloo")
         before = [(number, signal.signal(number, signal.SIG_DFL)) for number in stop_signals()]
+        if stop and stop.asked:  # the others may have ended already, and nothing is there to be saved
+            signal.raise_signal(stop.number)
         dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))  # for ranks that may never come
         for number, handler in before:
             signal.signal(number, handler)
@@ -162,13 +165,13 @@ class StopRequest:
     """
 
     def __init__(self):
-        self.asked = False
+        self.asked, self.number = False, None  # the signal that did
         for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
         if self.asked and number != signal.SIGHUP:
             os._exit(128 + number)
-        self.asked = True
+        self.asked, self.number = True, number
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(2, b"stop requested: finishing the step and saving (again to leave at once)\n")

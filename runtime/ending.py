@@ -1,8 +1,6 @@
 """How every script ends: its exit code, and who says why."""
 import contextlib
-import gc
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from configs import console
+from runtime.resources import after_imports
 
 NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 
@@ -19,11 +18,7 @@ def run_script(main, user_errors, troubles=()):
     """Exit code of `main()`: mistakes of the user, and paths closed to us, become one message and 2, `troubles`
     (which another try may survive) one message and 1, want of memory a traceback and 4; all else a traceback and 1."""
     console.settle_output()
-    if not gc.isenabled():  # see runtime.resources.before_torch
-        gc.freeze()
-        gc.enable()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # likewise
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    after_imports()
     try:
         code = main() or 0
         sys.stdout.flush()
@@ -31,6 +26,8 @@ def run_script(main, user_errors, troubles=()):
     except Exception as error:
         told = tell(error, user_errors, troubles)
         note(told or 1)
+        if told:
+            _leave_word("told")
         if news := told is None and not spoken():  # another rank's end is none: this one lost its connection to it
             with contextlib.suppress(OSError):  # a full disk
                 get_error_handler().record_exception(error)  # for torchrun, which shows a traceback of each rank
@@ -79,8 +76,13 @@ def note(code):
 
 def note_stop():
     """Leave word for the coordinator that a phase was asked to stop before its end: that is no failure either."""
+    _leave_word("stopped")
+
+
+def _leave_word(word):
     if "EXIT_CODE_FILE" in os.environ:
-        Path(os.environ["EXIT_CODE_FILE"]).with_name("stopped").touch()
+        with contextlib.suppress(OSError):
+            Path(os.environ["EXIT_CODE_FILE"]).with_name(word).touch()
 
 
 def first_to_speak():

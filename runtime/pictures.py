@@ -123,7 +123,7 @@ def lines(title, series, unit="", zero=False, colours=(), about=""):
     low = min(y[0], 0.0) if zero else y[0]
     y = low, low + 1.05 * (y[1] - low)  # a little air above
     colours = coloured(series, colours)
-    drawing = svg("".join(path(points, x, y, colours[name]) for name, points in series.items()))
+    drawing = svg("".join(path(points, x, y, colours[name], 2 if points[1:] else 7) for name, points in series.items()))
     only = {p[0] for points in series.values() for p in points}
     return plot(title, drawing, {f"{only.pop():g}": 0.5} if len(only) == 1 else x, y, unit,
                 (key(colours) if len(series) > 1 else "") + (f"<p class=about>{about}</p>" if about else ""))

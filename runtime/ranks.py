@@ -21,7 +21,7 @@ def run():
         return 1
     except ChildFailedError:
         path = Path(os.environ.get("EXIT_CODE_FILE", os.devnull))
-        if not path.exists() or path.read_text() not in TOLD:
+        if not path.with_name("told").exists() and (not path.exists() or path.read_text() not in TOLD):
             raise
         return 1
 

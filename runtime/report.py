@@ -8,6 +8,9 @@ import json
 import math
 import sys
 from pathlib import Path
+from runtime.resources import after_imports, before_torch
+if __name__ == "__main__":
+    before_torch()
 
 import numpy as np
 
@@ -192,6 +195,7 @@ def origin_section(folder, result):
 
 
 def main():
+    after_imports()
     parser = argparse.ArgumentParser(prog="python -m runtime.report", description="Write the report.html of a run.")
     parser.add_argument("folder", metavar="RUN_FOLDER", help="for example runs/quick")
     print(f"report: {build_report(parser.parse_args().folder)}")

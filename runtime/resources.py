@@ -58,12 +58,20 @@ def spin_briefly(environment=os.environ):
 
 def before_torch():
     """What a script does first, as importing torch takes seconds, a fifth of them the garbage collector's, which finds
-    nothing there: until `run_script` has its say, nothing is collected and Ctrl-C is no traceback; see `spin_briefly`.
-    """
+    nothing there: until `after_imports`, nothing is collected and Ctrl-C is no traceback; see `spin_briefly`."""
     gc.disable()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     spin_briefly()
+
+
+def after_imports():
+    """Undo the first two."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stop_signals():

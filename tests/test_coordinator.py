@@ -88,6 +88,20 @@ def test_a_phase_does_not_train_beside_the_coordinator_of_its_run(tmp_path, belo
     lock.close()
 
 
+def test_who_is_refused_at_once_is_not_told_a_peak_of_nothing(tmp_path, monkeypatch, capsys):
+    """Above "another process is working there" stood "peak memory of the process tree (PSS): 0 MB ()"."""
+    monkeypatch.setattr(coordinator.PeakMemory, "sample", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["coordinator.py", "--config", "configs/smoke.yaml", f"run.folder={tmp_path}"])
+    monkeypatch.setattr(coordinator, "claim", refuse)  # locks are the process's: it would get its own
+    assert coordinator.main() == 2
+    told = capsys.readouterr()
+    assert "working there" in told.err and told.out == ""
+
+
+def refuse(folder):
+    raise ConfigError(f"{folder}: another process is working there")
+
+
 def test_bad_input_is_to_be_corrected_first(steps, capsys):
     """The same command was said to continue, which it never could."""
     steps("--only", "phase1", codes=[2])
@@ -152,6 +166,23 @@ def test_a_stop_counts_as_saved_only_where_a_rank_says_so(monkeypatch, tmp_path,
     monkeypatch.delenv("EXIT_CODE_FILE", raising=False)
     step = [sys.executable, "-c", words + "raise SystemExit(1)"]
     assert coordinator.run_step("phase1", step, 1, AskedLater(asked)) == expected
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_launcher_whose_rank_has_told_what_is_wrong_shows_no_traceback(tmp_path, told):
+    """After "could not be saved (No space left on device)" came torchrun's ChildFailedError, as of a crash."""
+    (tmp_path / "rank.py").write_text(f"""
+from configs import WriteError
+from runtime.ending import run_script
+def main():
+    raise WriteError("disk full")
+run_script(main, (), (WriteError,) if {told} else ())
+raise SystemExit(1)""")
+    command = [sys.executable, "-m", "runtime.ranks", "--standalone", "--nproc_per_node=1", str(tmp_path / "rank.py")]
+    env = {**os.environ, "EXIT_CODE_FILE": str(tmp_path / "code"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and ("error: disk full" in done.stderr) == told
+    assert ("ChildFailedError" in done.stderr) == (not told)
 
 
 def test_a_launcher_that_is_stopped_shows_no_traceback_of_its_own(tmp_path):

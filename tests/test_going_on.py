@@ -202,6 +202,17 @@ def test_who_waits_for_ranks_that_never_come_can_be_stopped(number):
     assert waiting.returncode == -number
 
 
+def test_who_was_asked_to_stop_does_not_wait_for_ranks_that_have_ended():
+    """A signal between the start of a rank and its meeting with the others ended those that had not come so far, and
+    the first one waited for them until ddp.timeout_s was over: Ctrl-C left a coordinator that did nothing."""
+    code = ("import signal; from configs import load_config; from runtime.distributed import StopRequest, start_team; "
+            "cfg, stop = load_config('configs/smoke.yaml'), StopRequest(); signal.raise_signal(signal.SIGTERM); "
+            "start_team(cfg.run, cfg.ddp, 0, stop)")
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **ranks}, timeout=60)
+    assert done.returncode == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("counters", [
     {"updates": "many"}, {"multiplier": None, "updates": 1}, {"costs": 7, "updates": 1}])
 def test_counters_of_another_kind_are_refused(tmp_path, counters):

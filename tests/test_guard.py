@@ -337,6 +337,15 @@ def test_garbage_is_collected_again_once_a_script_has_begun(monkeypatch):
         gc.unfreeze()
 
 
+@pytest.mark.parametrize("command", ["coordinator.py", "evaluate.py", "-m runtime.report no/run"])
+def test_ctrl_c_in_the_first_second_is_no_traceback(tmp_path, command):
+    """Of the coordinator it was the import's traceback; sometimes an import swallowed it, and the pipeline ran on."""
+    (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
+    done = subprocess.run([sys.executable, *command.split()], cwd=Path(__file__).parent.parent, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == -signal.SIGINT and done.stderr == b""
+
+
 def test_what_the_first_rank_to_end_says_outweighs_the_lost_connections_of_others(tmp_path, monkeypatch):
     monkeypatch.setenv("EXIT_CODE_FILE", str(tmp_path / "code"))
     for code in (0, 4, 1, 0):

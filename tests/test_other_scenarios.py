@@ -12,6 +12,7 @@ import pytest
 import env as env_package
 from configs.schema import Config
 from env import graph
+from env.flat import FlatTraffic
 from env.launch import SumoError
 from env.traffic_env import TrafficEnv, make_env
 
@@ -247,9 +248,10 @@ def test_relative_folder_outlives_a_change_of_directory(tmp_path, monkeypatch):
     env.close()
 
 
-def test_step_of_an_environment_without_traffic_says_what_is_missing():
-    """It was an AttributeError of None, before the first reset and after close."""
-    env = make_env(Config())
+@pytest.mark.parametrize("kind", [make_env, FlatTraffic])
+def test_step_of_an_environment_without_traffic_says_what_is_missing(kind):
+    """It was an AttributeError of None, before the first reset and after close; of FlatTraffic it still was."""
+    env = kind(Config())
     action = env.action_space.sample()
     with pytest.raises(gymnasium.error.ResetNeeded, match="reset"):
         env.step(action)

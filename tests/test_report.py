@@ -1,5 +1,6 @@
 """The report and what it draws: tracks against the road, pictures by hand, and the page in a real browser."""
 import json
+import os
 import re
 import shutil
 import struct
@@ -14,7 +15,7 @@ from data_sets import silent
 from scenes import build
 
 import evaluate
-from configs import ConfigError, dump_config, load_config
+from configs import ConfigError, WriteError, dump_config, load_config
 from env import gui, sumo
 from env.baselines import BASELINES
 from env.launch import SumoError
@@ -153,9 +154,11 @@ def test_the_slowest_of_several_vehicles_is_seen():
 
 
 def test_one_point_alone_stands_in_the_middle_of_its_axis():
-    """It lay in a corner, and beside the only epoch, 5, the axis named 6, 7, 8, 9 and 10."""
+    """It lay in a corner, and beside the only epoch, 5, the axis named 6, 7, 8, 9 and 10. As wide as a line, it was
+    hardly seen: after one epoch the figures looked empty."""
     drawn = pictures.lines("loss", {"loss": [(5, 0.3)]}, "epoch")
     assert 'd="M50.00 52.38L' in drawn and ">5</span>" in drawn and ">6</span>" not in drawn
+    assert 'stroke-width="7"' in drawn and 'stroke-width="2"' in pictures.lines("loss", {"loss": [(5, 0.3), (6, 0.2)]})
     assert pictures.span([0.3]) == pytest.approx((0.15, 0.45)) and pictures.span([0, 0]) == (-0.5, 0.5)
 
 
@@ -219,6 +222,11 @@ def test_every_rule_has_its_colour_everywhere():
     fixed = [COLOURS.get(name) for name in BASELINES if name != "none"]
     assert None not in fixed and len(set(fixed)) == len(fixed)
     assert all(report.STYLE.read_text().count(f"{colour}:#") == 2 for colour in COLOURS.values())
+
+
+def test_a_figure_alone_in_its_row_does_not_fill_a_desk():
+    """Phase 2 of a run without a whole episode has one, which was 1340 pixels wide and taller than the window."""
+    assert ".row>figure{max-width:44rem}" in report.STYLE.read_text()
 
 
 def test_colours_do_not_run_out():
@@ -304,6 +312,22 @@ def test_time_space_diagrams_of_all_controllers_as_a_picture(run, tmp_path):
     animation.draw_time_space(run.tracks, tmp_path / "time_space.png", silent)
     width, height = struct.unpack("!II", (tmp_path / "time_space.png").read_bytes()[16:24])
     assert width > 4 * height  # three panels
+
+
+def test_a_full_disk_leaves_the_old_picture_and_is_named(run, tmp_path, monkeypatch):
+    """Half of a GIF stood in its place, and the message was "[Errno 28] No space left on device"."""
+    pytest.importorskip("PIL")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(animation, "FRAMES", 2)
+    for draw_it, path in ((animation.draw, tmp_path / "drive.gif"), (animation.draw_time_space, tmp_path / "all.png")):
+        path.write_bytes(b"old")
+        with pytest.raises(WriteError, match=f"{path.name}: could not be written: No space left on device; make room"):
+            draw_it(run.tracks, path, say=silent)
+        assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_animation_that_cannot_be_is_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -179,6 +179,22 @@ def test_sweeps_that_would_not_be_done_are_refused(words, says, monkeypatch, cap
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--checkpoint", "--scenario", "--out", "--tracks", "--animate", "--sweep"])
+def test_options_with_nothing_behind_them_are_refused(option, monkeypatch, capsys):
+    """`--out "$RESULTS"` with that variable not set scored for an hour and kept nothing, and `--config "$MINE"` scored
+    configs/default.yaml."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--controllers", "nobody", option, ""])
+    assert run_script(evaluate.main, evaluate.USER_ERRORS) == 2
+    assert f"{option} '': expected a value" in capsys.readouterr().err
+
+
+def test_help_says_whose_configuration_counts(monkeypatch, capsys):
+    """Beside --config stands "default: configs/default.yaml", which is not so with --checkpoint."""
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--help"])
+    assert run_script(evaluate.main, evaluate.USER_ERRORS) == 0
+    assert "without --config its own counts" in " ".join(capsys.readouterr().out.split())
+
+
 def test_horizon_of_training_is_said_to_be_none_of_the_score(monkeypatch, capsys):
     """`evaluate.py env.horizon_s=60` scored evaluate.horizon_s without a word."""
     words = ["--controllers", "nobody", "env.horizon_s=60"]
