@@ -123,7 +123,8 @@ def main(arguments=None):
     for line in findings[:SHOWN]:
         print(line, file=sys.stderr)
     if findings:
-        print(f"error: {folder}: {len(findings)} findings" + (f", {SHOWN} shown" if len(findings) > SHOWN else ""),
+        count = f"{len(findings)} finding" + "s" * (len(findings) > 1)
+        print(f"error: {folder}: {count}" + (f", {SHOWN} shown" if len(findings) > SHOWN else ""),
               file=sys.stderr)
         return 2
     print(f"{folder}: nothing wrong in {', '.join(facts)}")

@@ -144,7 +144,7 @@ def test_command_line(copy, tmp_path):
     assert "8 raw chunks" in fine.stdout and fine.stderr == ""
     change_chunk(copy, with_value("globals", (0, 0, 0), np.nan))
     bad = run(f"data.folder={copy}")
-    assert bad.returncode == 2 and "row 0: globals: NaN" in bad.stderr and "1 findings" in bad.stderr
+    assert bad.returncode == 2 and "row 0: globals: NaN" in bad.stderr and "1 finding\n" in bad.stderr
     assert run("data.folder=nowhere").returncode == 2 and "Traceback" not in bad.stderr
     assert run("data.foldr=x").returncode == 2
 
