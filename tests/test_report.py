@@ -316,7 +316,7 @@ def test_time_space_diagrams_of_all_controllers_as_a_picture(run, tmp_path):
 
 def test_a_full_disk_leaves_the_old_picture_and_is_named(run, tmp_path, monkeypatch):
     """Half of a GIF stood in its place, and the message was "[Errno 28] No space left on device"."""
-    pytest.importorskip("PIL")
+    pytest.importorskip("matplotlib")
 
     def full(*_):
         raise OSError(28, "No space left on device")
