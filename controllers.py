@@ -67,7 +67,7 @@ class PolicyController:
     def slow(self, observation, env):
         """Whether traffic before a merge has not been as fast as `evaluate.merge_speed` yet; said once, if for long."""
         fastest = self.fastest[env]
-        slow = fastest.look(observation) < self.merge_speed
+        slow = fastest.speed < self.merge_speed and fastest.look(observation) < self.merge_speed
         if slow and fastest.steps == fastest.said_at:
             console.say(f"policy, seed {self.seeds[env]}: in {SAID_S:g} s no traffic before a merge was as fast as "
                         f"evaluate.merge_speed={self.merge_speed:g} m/s: it commands nobody until some is")

@@ -5,7 +5,7 @@ an on-ramp from the right or the left, an off-ramp, both in one (weaving), or th
 """
 import numpy as np
 
-from benchmarks.networks import configuration, run
+from benchmarks.networks import drawn
 
 DRIVERS = ('carFollowModel="Krauss" accel="0.8"', 'carFollowModel="Krauss" accel="2.6"', 'carFollowModel="IDM"',
            'carFollowModel="EIDM"', 'carFollowModel="ACC"', 'carFollowModel="W99"')
@@ -97,11 +97,6 @@ class Motorway:
 
 def motorway(folder, number, end):
     """Draw motorway `number` and its demand until `end` s into `folder`: path of its .sumocfg."""
-    folder.mkdir(parents=True, exist_ok=True)
-    road, name = Motorway(number), f"motorway{number}"
-    for kind, items in (("nodes", road.nodes), ("edges", road.edges), ("connections", road.links)):
-        (folder / f"{name}.{kind}.xml").write_text(f"<{kind}>{''.join(items)}</{kind}>")
-    run("netconvert", "-n", folder / f"{name}.nodes.xml", "-e", folder / f"{name}.edges.xml", "-x",
-        folder / f"{name}.connections.xml", "-o", folder / f"{name}.net.xml", "--no-turnarounds", "true")
-    (folder / f"{name}.rou.xml").write_text(road.demand(end))
-    return configuration(folder, name)
+    road = Motorway(number)
+    parts = {"nodes": road.nodes, "edges": road.edges, "connections": road.links}
+    return drawn(folder, f"motorway{number}", parts, road.demand(end))

@@ -61,6 +61,19 @@ def scenario(folder, name, end, arms, demand):
     return configuration(folder, name)
 
 
+def drawn(folder, name, parts, routes):
+    """Path of a .sumocfg: a network of parts ({"nodes": [...], "edges": [...]}, perhaps "connections") and <routes>."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = []
+    for kind, items in parts.items():
+        path = folder / f"{name}.{kind}.xml"
+        path.write_text(f"<{kind}>{''.join(items)}</{kind}>")
+        options += [f"--{kind[:-1]}-files", path]
+    run("netconvert", *options, "-o", folder / f"{name}.net.xml", "--no-turnarounds", "true")
+    (folder / f"{name}.rou.xml").write_text(routes)
+    return configuration(folder, name)
+
+
 def configuration(folder, name):
     """Path of the .sumocfg, written here, of the network and the routes of that name."""
     path = folder / f"{name}.sumocfg"

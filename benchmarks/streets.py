@@ -6,7 +6,7 @@ one lane less in its last section, half the limit there, or nothing.
 """
 import numpy as np
 
-from benchmarks.networks import configuration, run
+from benchmarks.networks import drawn
 
 DRIVERS = ('carFollowModel="Krauss" accel="0.8"', 'carFollowModel="Krauss" accel="2.6"', 'carFollowModel="IDM"',
            'carFollowModel="EIDM"')
@@ -78,11 +78,5 @@ class Street:
 
 def street(folder, number, end):
     """Draw street `number` and its demand until `end` s into `folder`: path of its .sumocfg."""
-    folder.mkdir(parents=True, exist_ok=True)
-    road, name = Street(number, end), f"street{number}"
-    for kind, items in (("nodes", road.nodes), ("edges", road.edges)):
-        (folder / f"{name}.{kind}.xml").write_text(f"<{kind}>{''.join(items)}</{kind}>")
-    run("netconvert", "-n", folder / f"{name}.nodes.xml", "-e", folder / f"{name}.edges.xml", "-o",
-        folder / f"{name}.net.xml", "--no-turnarounds", "true")
-    (folder / f"{name}.rou.xml").write_text(road.demand())
-    return configuration(folder, name)
+    road = Street(number, end)
+    return drawn(folder, f"street{number}", {"nodes": road.nodes, "edges": road.edges}, road.demand())

@@ -74,6 +74,7 @@ def make_loader(dataset, sampler, options, pin_memory):
     if options.num_workers:
         more = {"prefetch_factor": options.prefetch_factor, "persistent_workers": options.persistent_workers,
                 "multiprocessing_context": "fork", "worker_init_fn": leave_group, "timeout": options.timeout_s}
+    # A generator of its own: each beginning draws a number, which is not to be one of the training's.
     return DataLoader(dataset, batch_sampler=sampler, collate_fn=lambda batch: batch, num_workers=options.num_workers,
                       pin_memory=options.pin_memory and pin_memory, generator=torch.Generator(), **more)
 

@@ -149,7 +149,8 @@ def load_weights(model, weights, schema, source):
 
 def seed_random(seed):
     """Begin all random numbers of this process anew: checkpoints of equal runs are then equal, these included."""
-    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+    for begin in (random.seed, np.random.seed, torch.manual_seed):
+        begin(seed)
 
 
 def random_state(device):
