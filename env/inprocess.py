@@ -17,6 +17,7 @@ GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel
            "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
            "length": "getLength", "route_index": "getRouteIndex"}
 NO_CLIENT = "--remote-port", "0"  # a scenario that names a port would wait there for ever
+VAGUE = "Process Error"  # libsumo's word for a network that it cannot read; why, it tells standard error alone
 
 
 class LibSumo(Questions):
@@ -35,7 +36,8 @@ class LibSumo(Questions):
             return function(*arguments)
         except (self.client.TraCIException, self.client.FatalTraCIError, RuntimeError) as error:
             self.close()
-            raise SumoError(f"SUMO failed: {explained(str(error).strip())}") from None
+            words = str(error).strip().replace(VAGUE, f"{VAGUE}; what it says of that stands above, on standard error")
+            raise SumoError(f"SUMO failed: {explained(words)}") from None
 
     def load(self, arguments):
         """Start another episode."""

@@ -100,7 +100,7 @@ class Sumo(Questions):
             if self.client.simulation.getOption("save-state.prefix") != token:
                 raise SumoError(f"port {port} belongs to somebody else's SUMO")
             self.client._socket.settimeout(self.call_timeout_s)
-        except (TraCIException, FatalTraCIError, OSError) as error:
+        except (TraCIException, FatalTraCIError, OSError, struct.error, UnicodeError) as error:  # a stranger's bytes
             raise self._failure(f"SUMO refused its input: {error}") from None
         except SumoError:
             self.close()

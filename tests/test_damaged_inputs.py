@@ -5,7 +5,9 @@ import importlib.metadata
 import json
 import os
 import shutil
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from data.settings import check_settings
 from env import launch, scenarios, sumo
 from env.traffic_env import check_scenario
 from runtime import checkpoint
+from runtime.memory import component, process_tree
 from runtime.metrics import Metrics, read_metrics
 from runtime.precision import HysteresisScaler
 
@@ -277,6 +280,42 @@ def test_what_to_do_about_a_damaged_file_that_was_generated_is_said(tmp_path, ba
         check_scenario(cfg, tmp_path)
     shutil.rmtree(path.parent)
     check_scenario(cfg, tmp_path)
+
+
+def test_where_libsumo_names_a_damaged_network_is_said(tmp_path, capfd):
+    """All that was said was "SUMO failed: Process Error"; the file's name stood alone, some lines above."""
+    pytest.importorskip("libsumo")
+    made = Path(scenarios.build_scenario(load_config("configs/smoke.yaml", ["env.scenario=ring"]), tmp_path))
+    net = made.with_name("ring.net.xml")
+    net.write_bytes(net.read_bytes()[:3000])
+    cfg = load_config("configs/smoke.yaml", [f"env.scenario={made}", "env.backend=libsumo",
+                                             "rollout.num_envs_per_worker=1"])
+    with pytest.raises(launch.SumoError, match=f"scenario {made}: SUMO failed: Process Error; .* standard error"):
+        check_scenario(cfg, tmp_path)
+    assert str(net) in capfd.readouterr().err
+
+
+def test_strange_bytes_on_the_port_of_sumo_are_a_failed_start(monkeypatch):
+    """Another program may take the port before SUMO does; what it answered ended in struct's or a codec's traceback,
+    and the simulator was left running."""
+    answers = [b"\0\0\0\x06\xff\xff", b"\0\0\0\x10\7\xab\0" + b"\0\0\0\5\xff\xff\xff\xff\xff"]  # no int; no UTF-8
+    for answer in answers:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            monkeypatch.setattr(sumo, "free_port", lambda: server.getsockname()[1])
+            thread = threading.Thread(target=lambda: answer_once(server, answer))
+            thread.start()
+            with pytest.raises(launch.SumoError, match="SUMO refused its input: "):
+                sumo.Sumo(["--no-step-log"])
+            thread.join()
+    assert [pid for pid in process_tree() if component(pid) == "sumo"] == []
+
+
+def answer_once(server, answer):
+    connection, _ = server.accept()
+    with connection:
+        connection.recv(1024)
+        connection.sendall(answer)
+        connection.recv(1024)
 
 
 COUNTS = {"epoch": 1, "updates": 1}
