@@ -4,5 +4,5 @@
 """
 import gymnasium
 
-gymnasium.register("mixed_autonomy/Traffic-v0", entry_point="env.traffic_env:make_env")
+gymnasium.register("mixed_autonomy/Traffic-v0", entry_point="env.traffic_env:TrafficEnv")
 gymnasium.register("mixed_autonomy/FlatTraffic-v0", entry_point="env.flat:FlatTraffic")

@@ -35,7 +35,7 @@ def flatten(*arrays):
 class FlatTraffic(gymnasium.Env):
     """TrafficEnv of a configs.Config as Box [W] and MultiDiscrete [65, 3, 11] * K; `folder` as there."""
 
-    def __init__(self, cfg=None, folder=None, arrays=VEHICLES):
+    def __init__(self, cfg=None, folder=None, arrays=VEHICLES, render_mode=None):
         self.env = make_env(cfg, folder)
         self.cfg, self.arrays = cfg, layout(cfg, arrays)
         self.price = cfg.phase2.cost_weight * cfg.env.control_interval / cfg.env.horizon_s

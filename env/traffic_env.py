@@ -28,7 +28,10 @@ class TrafficEnv(gymnasium.Env):
     counted again; `info["executed"]` says what SUMO made of it, `info["summary"]` of the last step holds the totals.
     """
 
-    def __init__(self, cfg, folder=None):
+    def __init__(self, cfg=None, folder=None, render_mode=None):  # nothing is drawn: of any mode gymnasium warns
+        if not hasattr(cfg, "env"):
+            raise TypeError(f"cfg={cfg!r}: the environment needs a configuration, for example gymnasium.make("
+                            "'mixed_autonomy/Traffic-v0', cfg=configs.load_config('configs/quick.yaml'))")
         self.cfg, self.env_cfg, self.variants = cfg, cfg.env, cfg.variants()
         self._own_folder = None if folder else tempfile.TemporaryDirectory(prefix="mixed-autonomy-")
         self.folder = folder or self._own_folder.name
@@ -231,9 +234,6 @@ class TrafficEnv(gymnasium.Env):
 
 def make_env(cfg=None, folder=None):
     """The environment of a configs.Config; importable and constructible without SUMO, which `reset` starts."""
-    if not hasattr(cfg, "env"):
-        raise TypeError(f"cfg={cfg!r}: the environment needs a configuration, for example "
-                        "gymnasium.make('mixed_autonomy/Traffic-v0', cfg=configs.load_config('configs/quick.yaml'))")
     return TrafficEnv(cfg, folder)
 
 

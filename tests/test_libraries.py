@@ -78,6 +78,14 @@ def test_without_a_configuration_the_message_shows_how_to_give_one():
         gymnasium.make(IDS[0])
 
 
+@pytest.mark.parametrize("name", IDS)
+def test_a_way_of_drawing_is_answered_as_gymnasium_does(name):
+    """`render_mode`, which many scripts always give, if only as None, was a TypeError with the whole configuration."""
+    gymnasium.make(name, cfg=settings(), render_mode=None)
+    with pytest.warns(UserWarning, match=r"render_mode='human' that is not in the possible render_modes \(\[\]\)"):
+        gymnasium.make(name, cfg=settings(), render_mode="human")
+
+
 # ---- PettingZoo ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture
