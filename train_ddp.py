@@ -14,10 +14,10 @@ import contextlib
 import math
 import sys
 import time
-from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 from runtime.resources import before_torch, share_of_workers
 if __name__ == "__main__":
     before_torch()
+from env.launch import SumoError, die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import torch
 import torch.nn.functional as F

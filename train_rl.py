@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 from statistics import fmean
-from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 from runtime.resources import before_torch, claim, share_of_workers, threads_per_process
 if __name__ == "__main__":
     before_torch()
+from env.launch import die_with_launcher  # before torch, which takes seconds: it notes who our parent is
 
 import numpy as np
 import torch

@@ -148,6 +148,18 @@ def settle_output():
             stream.reconfigure(errors="backslashreplace")
 
 
+def hush_ctrl_c():
+    """What a command does before imports that take long: until `heed_ctrl_c`, Ctrl-C ends it without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def heed_ctrl_c():
+    """Undo of `hush_ctrl_c`."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept.
@@ -155,6 +167,7 @@ def exit_code(work, mistakes, kept="", troubles=()):
     For tools; scripts that train or score, perhaps on several ranks, have `runtime.ending.run_script`.
     """
     settle_output()
+    heed_ctrl_c()
     try:
         code = work() or 0
         sys.stdout.flush()

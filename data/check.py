@@ -8,10 +8,12 @@ when all is well, 2 otherwise.
 """
 import sys
 from pathlib import Path
+from configs import ConfigError, console
+if __name__ == "__main__":
+    console.hush_ctrl_c()
 
 import numpy as np
 
-from configs import ConfigError, console
 from configs.files import file_hash
 from data.layout import DataError, Shape, chunk_offset, read_description, read_json
 from data.preprocess import compute_statistics

@@ -17,14 +17,15 @@ import os
 import signal
 import sys
 from collections import deque
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
+from configs import ConfigError, WriteError, console
+if __name__ == "__main__":
+    console.hush_ctrl_c()
 
 import numpy as np
 
-from configs import ConfigError, WriteError, console
 from configs.files import file_hash, write_whole
 from data.layout import DataError, only_writer, read_json
 from data.location import cannot_share
@@ -51,8 +52,7 @@ def collect(cfg, report=print, meanwhile=lambda: None):
     """Write every missing chunk of the plan and then metadata.json. Returns the raw folder. `meanwhile` is called after
     every episode, and while another process collects; what it raises ends the collection."""
     folder = Path(cfg.data.folder) / "raw"
-    finished = (folder / "metadata.json").exists()
-    for name in [] if finished else scenarios(cfg):
+    for name in [] if (folder / "metadata.json").exists() else scenarios(cfg):
         try:
             check_scenario(of_scenario(cfg, name), folder / "scenario")
         except SumoError as error:
@@ -92,7 +92,7 @@ def run_episodes(cfg, jobs, folder, meanwhile):
                 console.progress("collect: episode", done, len(jobs), f"{samples} samples of {job.scenario}, "
                                  f"{job.controller}, demand x{job.demand_scale}")
                 meanwhile()
-        except BrokenProcessPool:
+        except BrokenExecutor:
             raise WorkerError("collect: one of its processes was killed; finished episodes are kept, the same command "
                               "continues") from None
         finally:

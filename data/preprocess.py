@@ -11,10 +11,12 @@ import contextlib
 import json
 import sys
 from pathlib import Path
+from configs import ConfigError, WriteError, console
+if __name__ == "__main__":
+    console.hush_ctrl_c()
 
 import numpy as np
 
-from configs import ConfigError, WriteError, console
 from configs.files import file_hash, may_write, write_whole
 from data.layout import FEATURES, VERSION, DataError, Shape, only_writer, read_description, read_json, write_array
 from data.location import make_room, mark_used

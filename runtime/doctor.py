@@ -18,7 +18,10 @@ from pathlib import Path
 
 from configs import ConfigError
 from configs.command_line import parse
-from configs.console import duration, exit_code, say
+from configs.console import duration, exit_code, hush_ctrl_c, say
+if __name__ == "__main__":
+    hush_ctrl_c()
+
 from configs.options import leaves
 from data.location import MEMORY, on_windows_drive
 from data.settings import DataError, processed_folder

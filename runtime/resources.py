@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from configs import ConfigError
+from configs import ConfigError, console
 
 
 def threads_per_process(wanted, ranks, rollout_workers=0):
@@ -60,8 +60,7 @@ def before_torch():
     """What a script does first, as importing torch takes seconds, a fifth of them the garbage collector's, which finds
     nothing there: until `after_imports`, nothing is collected and Ctrl-C is no traceback; see `spin_briefly`."""
     gc.disable()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    console.hush_ctrl_c()
     spin_briefly()
 
 
@@ -70,8 +69,7 @@ def after_imports():
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    console.heed_ctrl_c()
 
 
 def stop_signals():

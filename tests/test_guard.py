@@ -337,9 +337,11 @@ def test_garbage_is_collected_again_once_a_script_has_begun(monkeypatch):
         gc.unfreeze()
 
 
-@pytest.mark.parametrize("command", ["coordinator.py", "evaluate.py", "-m runtime.report no/run"])
+@pytest.mark.parametrize("command", [
+    "coordinator.py", "evaluate.py", "-m runtime.report no/run", "train_ddp.py --phase 1", "train_rl.py",
+    "-m data.collect", "-m data.preprocess", "-m data.check", "-m runtime.doctor"])
 def test_ctrl_c_in_the_first_second_is_no_traceback(tmp_path, command):
-    """Of the coordinator it was the import's traceback; sometimes an import swallowed it, and the pipeline ran on."""
+    """It was the import's traceback; sometimes an import swallowed it, and the pipeline ran on."""
     (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)")
     done = subprocess.run([sys.executable, *command.split()], cwd=Path(__file__).parent.parent, capture_output=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
