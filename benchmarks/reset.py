@@ -7,6 +7,8 @@ and starting it again with the stock client. Memory: PSS of this process and its
 steps each, and processes replaced every `env.recycle_episodes` episodes as in training; growth from the 50th reset on,
 when every process has been replaced or warmed up once.
 """
+import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -19,7 +21,7 @@ from configs import Config
 from env.launch import find_binary
 from env.spaces import KEEP
 from env.traffic_env import make_env
-from runtime.memory import tree_memory
+from runtime.memory import process_tree, tree_memory
 
 
 def warm(env):
@@ -33,8 +35,18 @@ def stock(arguments):
     """Seconds of the stock client's way to a new episode."""
     start = time.perf_counter()
     traci.close()
-    traci.start([find_binary("sumo"), *arguments], stdout=subprocess.DEVNULL)
+    stock_start(arguments)
     return time.perf_counter() - start
+
+
+def stock_start(arguments):
+    """SUMO with the stock client; one that a Ctrl-C leaves unconnected would wait for it for ever."""
+    try:
+        traci.start([find_binary("sumo"), *arguments], stdout=subprocess.DEVNULL)
+    except KeyboardInterrupt:
+        for pid in process_tree()[1:]:
+            os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def memory(env, resets, every):
@@ -57,7 +69,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         env = make_env(Config(), folder)
         env.reset(seed=1)
-        traci.start([find_binary("sumo"), *env.arguments(1)], stdout=subprocess.DEVNULL)
+        stock_start(env.arguments(1))
         medians, seconds = alternate({"reset, warm": settled(lambda: warm(env)),
                                       "close and start, stock": lambda: stock(env.arguments(1))}, options.repeat)
         traci.close()

@@ -1,5 +1,7 @@
 """What is typed wrongly for a benchmark is one line and exit code 2, before anything runs."""
 import importlib
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -44,3 +46,11 @@ def test_rivals_say_how_they_are_called(words, code, monkeypatch, capsys):
 def test_simulator_benchmark_runs(tmp_path):
     """It asked a fresh environment for its command line: AttributeError with any arguments."""
     assert Bench(str(tmp_path), 2).bare() > -1
+
+
+def test_ctrl_c_leaves_no_simulator_of_the_stock_client_behind():
+    """Python ended at once, and a SUMO to which it had not connected yet waited for it for ever."""
+    code = ("import signal, time; time.sleep = lambda seconds: signal.raise_signal(signal.SIGINT)\n"  # before a retry
+            "from benchmarks.reset import stock_start; stock_start(['-n', 'any.net.xml'])")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20)  # it had our standard error
+    assert done.returncode == -signal.SIGINT and b"KeyboardInterrupt" in done.stderr
