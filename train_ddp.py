@@ -93,11 +93,12 @@ def prepare_model(cfg, team, model, amp):
     return precision
 
 
-def open_records(cfg, team, folder, phase, epoch):
-    """Write the run's config.yaml; returns the Metrics of a phase that goes on after `epoch`."""
-    if team.is_main:
-        save_config(cfg, folder)
-    metrics = Metrics(folder, phase, team.is_main, cfg.run.tensorboard)
+def open_records(progress, epochs):
+    """Write the run's config.yaml, unless the phase has done its `epochs` with another one; returns its Metrics."""
+    cfg, team, folder, epoch = progress.cfg, progress.team, progress.folder, progress.counters["epoch"]
+    if team.is_main and epoch < epochs:
+        save_config(cfg, folder.parent)
+    metrics = Metrics(folder.parent, int(folder.name[-1]), team.is_main, cfg.run.tensorboard)
     metrics.drop_after(epoch)
     return metrics
 
@@ -125,7 +126,7 @@ def phase1(cfg, team, guard):
     progress = Progress(cfg, team, folder / "phase1", model, optimizer, precision.scaler)
     progress.resume()
     progress.begin_data(processed_folder(cfg).name, p.epochs)
-    c, metrics, stage = progress.counters, open_records(cfg, team, folder, 1, progress.counters["epoch"]), None
+    c, metrics, stage = progress.counters, open_records(progress, p.epochs), None
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
     guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
@@ -227,8 +228,7 @@ def phase3(cfg, team, guard):
     progress.resume(begun)
     if p.risk_weight:
         model.safety_shield.risk_trained.fill_(True)  # from now on it has a say
-    metrics = open_records(cfg, team, folder, 3, c["epoch"])
-    module = wrap(objective, team, cfg.ddp)
+    metrics, module = open_records(progress, p.epochs), wrap(objective, team, cfg.ddp)
     with make_pool(cfg, share_of_workers(r, team.local_world), r.num_envs_per_worker, str(folder / "scenario")) as pool:
         check_collection(cfg, team, pool.num_envs)
         boundary = True

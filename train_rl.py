@@ -53,7 +53,7 @@ def phase2(cfg, team, guard):
     announce(p, team)
     progress, precision = learner(cfg, team, folder)
     model, optimizer = progress.model, progress.optimizer
-    c, metrics = progress.counters, open_records(cfg, team, folder, 2, progress.counters["epoch"])
+    c, metrics = progress.counters, open_records(progress, p.iterations)
     module = wrap(PPOLoss(model, p), team, cfg.ddp)
     workers = share_of_workers(cfg.rollout, team.local_world)
     kept = Kept(folder / f"warm_start-{team.rank}-of-{team.world}", p.imitate_keep, team.device)

@@ -94,6 +94,15 @@ def test_another_data_set_is_told_and_begins_the_search_for_the_best_epoch_anew(
     assert best(5, 5.0) == (3, 5, [])
 
 
+def test_a_finished_phase_leaves_the_configuration_with_which_it_was_trained(train, tmp_path):
+    """Started once more with other settings, it trained nothing with them, and config.yaml named them all the same."""
+    def rate(*overrides):
+        train("phase1.batch_size=4", *overrides)
+        return load_config(tmp_path / "smoke/config.yaml").phase1.lr
+    assert rate("phase1.epochs=1", "phase1.lr=0.01") == rate("phase1.epochs=1", "phase1.lr=0.5") == 0.01
+    assert rate("phase1.epochs=2", "phase1.lr=0.5") == 0.5
+
+
 @pytest.fixture
 def first_save_fails(monkeypatch):
     """The disk is full after the first epoch."""
