@@ -198,6 +198,7 @@ def steps_to_run(options, state, folder, keep):
         for step in STEPS[first:]:
             state["steps"].pop(step, None)
             set_aside(folder / step, keep)
+            set_aside(folder / "tensorboard" / step, keep)  # its curves, too: metrics.jsonl forgets them
     done = [state["steps"].get(step, {}).get("status") == "done" and (step not in RESULTS or made(folder, step))
             for step in STEPS] + [False]
     first = done.index(False)  # whatever follows a repeated step is repeated too

@@ -228,6 +228,18 @@ def test_of_the_folders_set_aside_the_last_stay(steps, capsys):
     assert "removed runs/smoke/phase3.old1: the last 2 are kept" in capsys.readouterr().out
 
 
+def test_curves_of_a_repeated_phase_are_set_aside_with_it(steps):
+    """TensorBoard's files of every repetition stayed in one folder, and were never removed."""
+    steps()
+    for number in range(4):
+        curves = Path("runs/smoke/tensorboard/phase3")
+        curves.mkdir(parents=True)
+        (curves / f"events.{number}").touch()
+        steps("--from-phase", "3", "checkpoint.keep_last=2")
+    left = sorted(str(path.relative_to(curves.parent)) for path in curves.parent.rglob("events.*"))
+    assert left == ["phase3.old3/events.2", "phase3.old4/events.3"]
+
+
 def test_stop_between_two_steps_starts_nothing_more(steps):
     """A signal while no step was running was remembered, but the whole next phase ran before it was obeyed."""
     assert steps(stop_in="before") == (0, [])
