@@ -48,7 +48,7 @@ class AugmentConfig:
 class DDPConfig:
     """DistributedDataParallel (runtime/distributed.py)."""
     backend: str = opt("auto", "auto = nccl with GPUs, gloo without", choices=("auto", "nccl", "gloo"))
-    timeout_s: float = opt(1800.0, "a collective that waits longer fails, s", low=1, high=1e6)
+    timeout_s: float = opt(1800.0, "a collective that waits longer fails, s; a frozen SUMO takes 150", low=1, high=1e6)
     bucket_cap_mb: float = opt(25.0, "gradient bucket, MB", low=1)
     gradient_as_bucket_view: bool = opt(True, "saves one copy of the gradients")
     find_unused_parameters: bool = opt(False, "not needed: every rank uses every trainable parameter")
