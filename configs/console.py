@@ -160,6 +160,13 @@ def heed_ctrl_c():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def leave(number, frame):
+    """Handler of a signal that ends a command, with the exit code that a shell would name; Python's own end, which may
+    take a while, would tell of a Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def exit_code(work, mistakes, kept="", troubles=()):
     """Exit code of `work()`: a mistake of the user (one of these exceptions, or a path that is closed to us) is one
     message and 2, one of `troubles` (which another try may survive) one message and 1; Ctrl-C says what is kept.

@@ -240,7 +240,7 @@ def _start_worker(parent):
 
 def main():
     from configs.command_line import parse
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else Python warns of the pool's locks
+    signal.signal(signal.SIGTERM, console.leave)  # else Python warns of the pool's locks
     collect(parse(__doc__).config)
 
 
