@@ -162,18 +162,19 @@ def surround_features(traffic, scene):
     return np.clip(out, -GAP_CAP, LANE_END_CAP, out=out)
 
 
-def conflicts(scene):
+def conflicts(scene, aside=False):
     """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
-    harder."""
+    harder. `aside`: see `in_line`."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= HARD_BRAKE)
+    return (ttc < CONFLICT_TTC) & in_line(scene, aside) | (scene["accel"] <= HARD_BRAKE)
 
 
-def in_line(scene):
+def in_line(scene, aside=False):
     """[N] bool: the leader, if there is one, is on the vehicle's own way, and not on a junction lane that ends where
-    its own does (env.tails): such a one is farther away than the gap between them will be."""
+    its own does (`aside` [N] of env.road.Traffic): the gap between them is still to come, and may be below 0. Such a
+    one may also be told by its being farther away."""
     lead = scene["lead"]
     way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"])
     along = scene["lead_gap"] + scene["length"][lead]  # SUMO's metres: those of an outer lane in a bend are longer
     beside = np.hypot(np.maximum(along, 0.0), LANE_WIDTH)
-    return (lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH))
+    return ~np.asarray(aside) & ((lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH)))

@@ -137,7 +137,8 @@ class Traffic:
         """Who each vehicle would follow if it were on `lane` [..., N]: (index or -1, gap m, speed m/s), each [..., N].
 
         Follows the vehicle's own route over lane ends and junctions. The end of a lane that does not lead on along
-        the route is an obstacle that stands still (index -1, speed 0).
+        the route is an obstacle that stands still (index -1, speed 0). `aside` [..., N]: whether one would follow
+        somebody on another junction lane that ends where one's own does, and so is no danger yet.
         """
         # On another lane a vehicle exactly abreast is in front (and behind: see `behind`), so the gap is negative.
         place = np.where(lane == self.lane, self.rank + 1, self.key.searchsorted(lane * 1e6 + self.pos, "left"))
@@ -155,8 +156,9 @@ class Traffic:
         who[who == self.n] = -1
         far = (gap >= self.lookahead) | (who == self.everybody)  # alone on a closed road one would follow oneself
         who[far], gap[far], speed[far] = -1, self.lookahead, FREE_SPEED
+        self.aside = np.zeros(who.shape, bool)
         for obstacle in self.obstacles:
-            hold_back(self, obstacle, lane, who, gap, speed)
+            hold_back(self, obstacle, lane, who, gap, speed, self.aside)
         return who, gap, speed
 
     def _search_downstream(self, road, lane, rest, who, gap, speed):

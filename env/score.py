@@ -10,6 +10,7 @@ arrivals whose sum over an episode is the arrivals plus the unfinished share of 
 (the way of the step in which a vehicle comes or arrives is not seen).
 """
 import math
+from collections import Counter
 
 import numpy as np
 
@@ -24,7 +25,7 @@ class EpisodeTotals:
         self.loaded = self.departed = self.arrived = self.collisions = self.teleports = 0
         self.earlier = None  # vehicles that had gone before the episode
         self.effort = self.commands = self.reward = 0.0
-        self.aloft = set()  # who is being teleported: carried to its destination, it has not driven there
+        self.aloft = Counter()  # who is being teleported: carried to its destination, it has not driven there
         self.before_start = 0  # collisions of the warm-up end no episode
         self.forget_averages()
 
@@ -40,8 +41,9 @@ class EpisodeTotals:
         self.effort += effort
         self.commands += vehicles
 
-    def step(self, scene, moved, route_length, events, overflow):
-        """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read."""
+    def step(self, scene, moved, route_length, events, overflow, aside=False):
+        """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read; `aside` as
+        in `in_line`."""
         before = self.collisions
         self.departed += len(events["departed"])
         # SUMO's own "loaded" counts vehicles that are not due yet as well.
@@ -51,7 +53,9 @@ class EpisodeTotals:
         self.loaded = inserted - self.earlier + events["stats.vehicles.waiting"]
         self.collisions = events["stats.safety.collisions"] - self.before_start
         self.teleports = events["stats.teleports.total"]
-        self.aloft = self.aloft.union(events["lifted"]).difference(events["landed"])
+        self.aloft.update(events["lifted"])  # counted: in a long step one is lifted and landed, and lifted once more
+        self.aloft.subtract(events["landed"])
+        self.aloft = +self.aloft
         self.arrivals = sum(name not in self.aloft for name in events["arrived"])  # of this step
         self.arrived += self.arrivals
         self.overflow += overflow
@@ -68,7 +72,8 @@ class EpisodeTotals:
             self.speed_sum += mean_speed
             self.hard_brakes += int((scene["accel"] <= HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-            self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & in_line(scene)].min(initial=math.inf)))
+            ttc = ttc[(scene["lead"] >= 0) & in_line(scene, aside)]
+            self.min_ttc = min(self.min_ttc, float(ttc.min(initial=math.inf)))
         self.reward = self._reward(float((moved / route_length).sum()), self.collisions - before)
         self.reward_sum += self.reward
 

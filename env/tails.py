@@ -75,9 +75,10 @@ def longer_tail(road, lane, rear):
              road.lane_edge[before]) for before, end in zip(road.upstream_lane[lane][far], end[far])]
 
 
-def hold_back(traffic, obstacle, lane, who, gap, speed):
+def hold_back(traffic, obstacle, lane, who, gap, speed, aside):
     """Let the vehicles behind the obstacle that would be on `lane` [..., N] follow it where it is nearer than `gap`.
-    One on another junction lane must ask for more room to brake: it may be driving past somebody who stands."""
+    One on another junction lane must ask for more room to brake: it may be driving past somebody who stands. Whoever
+    follows such a one is noted in `aside`."""
     road, (owner, blocked, rear, edge) = traffic.road.whole, obstacle
     leads_here = ((road.link_lane == blocked) & (road.link_edge == edge)).any(1)
     way = np.where(lane == blocked, rear - traffic.pos, np.inf)
@@ -89,6 +90,7 @@ def hold_back(traffic, obstacle, lane, who, gap, speed):
         nearer = (other < room) & (way < traffic.lookahead)
     nearer = nearer & (way > -traffic.length[owner]) & (traffic.everybody != owner)
     who[nearer], gap[nearer], speed[nearer] = owner, way[nearer], traffic.speed[owner]
+    aside[nearer] = traffic.lane[owner] in road.met_by.get(blocked, ())
 
 
 def meeting_lanes(internal, link_lane):
