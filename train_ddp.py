@@ -291,7 +291,7 @@ def make_sequences(cfg, team, batch, multiplier):
     before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
     active, real = by_env["pick_valid"], ~by_env["lost"]  # lost steps say nothing about the policy
-    episodes = (by_env["cost"] * icvs * real).sum(1) / (icvs * real).sum(1).clamp(min=1)
+    episodes = objectives.costs_of_envs(batch["cost"], icvs.T, batch["lost"])
     envs, taken, cost, reward, released, picks = team.all_sum([float(x.sum()) for x in (
         real.any(1), real, episodes, batch["reward"], by_env["release"] & active, active)])
     return sequences, {"c_int": cost / max(envs, 1), "reward": reward / max(taken, 1),

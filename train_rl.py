@@ -30,6 +30,7 @@ from env.traffic_env import check_scenario
 from env.workers import make_pool
 from models.imitation import RuleDriver
 from models.losses import PPOLoss
+from models.objectives import costs_of_envs
 from models.policy import Driver, TrafficModel
 from runtime import curriculum
 from runtime.checkpoint import seed_random
@@ -234,11 +235,12 @@ def epoch_rows(cfg, span, steps, iteration, epoch):
 
 
 def summarise(team, batch):
-    """Mean reward, intervention cost and share of released picks over all ranks; lost steps count as none."""
-    active = batch["pick_valid"]
-    reward, cost, n, released, picks = team.all_sum([float(x.sum()) for x in (
-        batch["reward"], batch["cost"], ~batch["lost"], batch["release"] & active, active)])
-    return {"reward": reward / max(n, 1), "c_int": cost / max(n, 1), "released": released / max(picks, 1)}
+    """Mean reward, C_int and share of released picks over all ranks; lost steps count as none."""
+    active, real = batch["pick_valid"], ~batch["lost"]
+    costs = costs_of_envs(batch["cost"], batch["icvs"], batch["lost"])
+    reward, n, cost, envs, released, picks = team.all_sum([float(x.sum()) for x in (
+        batch["reward"], real, costs, real.any(0), batch["release"] & active, active)])
+    return {"reward": reward / max(n, 1), "c_int": cost / max(envs, 1), "released": released / max(picks, 1)}
 
 
 def part_of_rule(p, iteration):

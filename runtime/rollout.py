@@ -141,7 +141,8 @@ class Collector:
     def _store(self, group, t, seen, choice):
         """Keep one control step of a group, float16 where it is bulky."""
         keep = {name: _compact(choice[name]) for name in STORED}
-        self.rollout.put(t, group, {**keep, "pick_valid": _compact(choice["valid"])})
+        icvs = _compact(seen["observation"]["icv"]).sum(1)  # in phase 3 without those whom it leaves alone
+        self.rollout.put(t, group, {**keep, "pick_valid": _compact(choice["valid"]), "icvs": icvs})
         if not self.every:
             self.rollout.put(t, group, {"scene": _compact(seen["scene"], half=True)})
             return self.rollout.append(t, group, {"candidates": _compact(seen["candidates"], half=True)},

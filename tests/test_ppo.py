@@ -258,6 +258,22 @@ def test_lost_steps_count_for_nothing(scenarios, models):
             fixed[name][:, 0] = name == "lost"
 
 
+def test_c_int_that_phases_tell_is_that_of_the_score(scenarios, models):
+    """Phase 2 told the mean of effort per ICV, which is high while there are few: where `random` drives the corridor
+    with seed 1001 that is 0.204, and C_int as scores and phase 3 have it 0.166."""
+    cfg = load_config("configs/smoke.yaml", ["phase3.sequence_length=5", "env.icv_share=0.6"])
+    with make_pool(cfg, 0, 2, scenarios) as pool:
+        collector = Collector(pool, Driver(models["small"], 2, cfg.env.max_vehicles), 7, 3, keep_sequences=5)
+        collector.begin(0)
+        rollout, _ = collector.collect(40)
+        totals = [env.totals for env in pool.environments.envs.values()]
+        icvs = [one.icv_sum - one.icvs for one in totals]  # before each step, that is without those after the last one
+    team, cost = Team(0, 1, 0, 1, torch.device("cpu")), np.mean([one.effort / n for one, n in zip(totals, icvs)])
+    assert rollout["icvs"].sum(0).tolist() == icvs and abs(float(rollout["cost"].mean()) / cost - 1) > 0.03
+    assert train_rl.summarise(team, rollout)["c_int"] == pytest.approx(cost)
+    assert train_ddp.make_sequences(cfg, team, rollout.dense(), 1.0)[1]["c_int"] == pytest.approx(cost)
+
+
 def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     made = []
 
