@@ -6,8 +6,8 @@ time average of abs_a. With reference values for the run without control, one co
     r = 100 * w_e * d / (ocr_ref * demand_ref) - 100 * w_s * (0.4 * sigma / sigma_ref + 0.6 * a / abs_a_ref) / steps
 
 where d is the distance driven by all vehicles in the step, each as a share of its own route: a dense stand-in for
-arrivals whose sum over an episode is the arrivals plus the unfinished share of those still on the road, less 2 to 3 %
-(the way of the step in which a vehicle comes or arrives is not seen).
+arrivals whose sum over an episode is the arrivals plus the unfinished share of those still on the road, less 2 to 3 %,
+where ways are short more (the way of the step in which a vehicle comes or arrives is not seen).
 """
 import math
 from collections import Counter
@@ -49,7 +49,7 @@ class EpisodeTotals:
         # SUMO's own "loaded" counts vehicles that are not due yet as well.
         inserted = events["stats.vehicles.inserted"]
         if self.earlier is None:  # SUMO's counter is that of the state from which a scenario may begin
-            self.earlier = inserted - events["present"] - len(events["arrived"])
+            self.earlier = inserted - events["stats.vehicles.running"] - len(events["arrived"])
         self.loaded = inserted - self.earlier + events["stats.vehicles.waiting"]
         self.collisions = events["stats.safety.collisions"] - self.before_start
         self.teleports = events["stats.teleports.total"]

@@ -28,7 +28,7 @@ EVENTS = {"departed": tc.VAR_DEPARTED_VEHICLES_IDS, "arrived": tc.VAR_ARRIVED_VE
           "colliding": tc.VAR_COLLIDING_VEHICLES_IDS, "lifted": tc.VAR_TELEPORT_STARTING_VEHICLES_IDS,
           "landed": tc.VAR_TELEPORT_ENDING_VEHICLES_IDS}
 COUNTERS = ("stats.vehicles.inserted", "stats.vehicles.waiting", "stats.teleports.total", "stats.safety.collisions",
-            "stats.persons.running")
+            "stats.vehicles.running", "stats.persons.running")
 ALL_CHECKS, SAFE_SPEED, OWN_LANE_CHANGES = 31, 1, 1621  # speed mode, a bit of it, lane-change mode
 
 

@@ -172,7 +172,7 @@ class TrafficEnv(gymnasium.Env):
         start = time.perf_counter()
         ids, records, lanes, routes, events = self.simulator.read(self.time)
         read = time.perf_counter()
-        events = {**events, "present": len(ids), **(dict.fromkeys(sumo.EVENTS, []) if first else {})}  # none yet
+        events = {**events, **(dict.fromkeys(sumo.EVENTS, []) if first else {})}  # none yet
         self.present, lane = set(ids), np.array([self.lane_named.get(name, -1) for name in lanes], int)
         if (lane < 0).any():  # vehicles that are being teleported are on no lane
             ids, routes, records, lane = keep(np.flatnonzero(lane >= 0), ids, routes, records, lane)

@@ -37,7 +37,7 @@ def scene_of(speeds, accels, icvs=()):
 def events(loaded=0, departed=(), arrived=(), collisions=0, teleports=0):
     """What Sumo.read reports; `loaded` vehicles are due, all of them inserted."""
     return {"departed": list(departed), "arrived": list(arrived), "colliding": [], "lifted": [], "landed": [],
-            "stats.vehicles.loaded": loaded, "present": loaded,
+            "stats.vehicles.loaded": loaded, "stats.vehicles.running": loaded,
             "stats.vehicles.inserted": loaded, "stats.vehicles.waiting": 0,
             "stats.safety.collisions": collisions, "stats.teleports.total": teleports}
 
@@ -83,6 +83,14 @@ def test_who_is_lifted_twice_in_a_step_is_still_aloft():
     totals.step(scene_of([10], [0]), np.array([10.0]), np.full(1, 1000.0), lifted, 0)
     totals.step(scene_of([], []), np.zeros(0), np.zeros(0), events(2, (), many), 0)
     assert (totals.arrivals, totals.arrived) == (1, 1)
+
+
+def test_who_is_aloft_when_an_episode_begins_is_loaded():
+    """In a saved state SUMO was carrying one over a jam, who was on no lane: it had left, and arrived all the same."""
+    totals = EpisodeTotals(RewardConfig(), 1.0, 4.0)
+    state = {**events(), "stats.vehicles.inserted": 10, "stats.vehicles.running": 3}
+    totals.step(scene_of([10, 0], [0, 0]), np.zeros(2), np.ones(2), state, 0)
+    assert totals.loaded == 3
 
 
 def test_reward_of_one_step_by_hand():
