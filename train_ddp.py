@@ -43,7 +43,7 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, require_finite
-from runtime.rollout import Collector, check_collection
+from runtime.rollout import Collector, check_collection, summarise
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
                               rescale_values, run_folder, save_config, to_device)
@@ -262,13 +262,13 @@ def phase3(cfg, team, guard):
     team.say(f"phase 3 finished: {folder / 'phase3'}")
 
 
-def advantages(cfg, team, batch, icvs, price):
+def advantages(cfg, team, batch, price):
     """(advantage, return, cost return, price of effort), each [T, E]. The advantage is that of the reward alone,
-    normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / `icvs` [T, E], is in its unit."""
+    normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / "icvs", is in its unit."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
     advantage, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda)
     mean, std = team.moments(advantage)
-    return objectives.normalise(advantage, mean, std), *returns, per_step / (std + 1e-8) / icvs.clamp(min=1)
+    return objectives.normalise(advantage, mean, std), *returns, per_step / (std + 1e-8) / batch["icvs"].clamp(min=1)
 
 
 def make_sequences(cfg, team, batch, multiplier):
@@ -280,7 +280,8 @@ def make_sequences(cfg, team, batch, multiplier):
     speed, icv = (by_env["nodes"][..., column].float() for column in (risk_gnn.SPEED, risk_gnn.ICV))
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
-    advantage, returns, cost_returns, price = advantages(cfg, team, batch, (icvs := icv.sum(-1)).T, multiplier)
+    batch = {**batch, "icvs": icv.sum(-1).T}  # with those whom the policy leaves alone
+    advantage, returns, cost_returns, price = advantages(cfg, team, batch, multiplier)
     by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
                   cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
@@ -290,12 +291,7 @@ def make_sequences(cfg, team, batch, multiplier):
                  for name in names}
     before = by_env["before"].flatten(0, 1)
     sequences["before"] = F.pad(before, (0, 0, 0, 0, 0, by_env["mask"].shape[2] - before.shape[1]))
-    active, real = by_env["pick_valid"], ~by_env["lost"]  # lost steps say nothing about the policy
-    episodes = objectives.costs_of_envs(batch["cost"], icvs.T, batch["lost"])
-    envs, taken, cost, reward, released, picks = team.all_sum([float(x.sum()) for x in (
-        real.any(1), real, episodes, batch["reward"], by_env["release"] & active, active)])
-    return sequences, {"c_int": cost / max(envs, 1), "reward": reward / max(taken, 1),
-                       "released": released / max(picks, 1)}
+    return sequences, summarise(team, batch)
 
 
 def learn_constrained(cfg, team, progress, module, sequences, precision):

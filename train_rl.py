@@ -30,14 +30,13 @@ from env.traffic_env import check_scenario
 from env.workers import make_pool
 from models.imitation import RuleDriver
 from models.losses import PPOLoss
-from models.objectives import costs_of_envs
 from models.policy import Driver, TrafficModel
 from runtime import curriculum
 from runtime.checkpoint import seed_random
 from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard
-from runtime.rollout import Collector, note_cut_episodes
+from runtime.rollout import Collector, note_cut_episodes, summarise
 from runtime.schedule import set_learning_rate
 from runtime.storage import Kept, Minibatches, SpillError
 from runtime.training import Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder
@@ -185,8 +184,7 @@ def steps_per_env(p, span, team):
 
 def add_advantages(cfg, team, rollout):
     """Advantages, returns and prices of the effort [T, E] of a rollout."""
-    icvs = torch.from_numpy(rollout.count["candidates"]).float()
-    values = advantages(cfg, team, rollout, icvs, cfg.phase2.cost_weight)
+    values = advantages(cfg, team, rollout, cfg.phase2.cost_weight)
     names = ("advantage", "return", "cost_return", "price")
     rollout.fixed.update({name: value.numpy() for name, value in zip(names, values)})
 
@@ -232,15 +230,6 @@ def epoch_rows(cfg, span, steps, iteration, epoch):
     size = cfg.phase2.minibatch_size
     order = np.random.default_rng([cfg.run.seed, 2, iteration, epoch, 1]).permutation(steps * span.total)
     return [span.rows(order[begin:begin + size]) for begin in range(0, len(order) - size + 1, size)]
-
-
-def summarise(team, batch):
-    """Mean reward, C_int and share of released picks over all ranks; lost steps count as none."""
-    active, real = batch["pick_valid"], ~batch["lost"]
-    costs = costs_of_envs(batch["cost"], batch["icvs"], batch["lost"])
-    reward, n, cost, envs, released, picks = team.all_sum([float(x.sum()) for x in (
-        batch["reward"], real, costs, real.any(0), batch["release"] & active, active)])
-    return {"reward": reward / max(n, 1), "c_int": cost / max(envs, 1), "released": released / max(picks, 1)}
 
 
 def part_of_rule(p, iteration):

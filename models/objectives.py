@@ -54,13 +54,6 @@ def rollout_advantages(rollout, gamma, lam):
     return advantage, returns, cost_returns
 
 
-def costs_of_envs(cost, icvs, lost):
-    """[E] C_int of each environment over the steps of a rollout [T, E] that are not `lost`, as a score has it: the sum
-    of the effort by that of the ICVs present. (The mean of `cost`, effort per ICV, is higher while there are few.)"""
-    there = icvs * ~lost
-    return (cost * there).sum(0) / there.sum(0).clamp(min=1)
-
-
 def dual_ascent(multiplier, cost, limit, rate, maximum):
     """One step of the Lagrange multiplier: up while cost > limit, down below it, clamped to [0, maximum]."""
     return min(max(multiplier + rate * (cost - limit), 0.0), maximum)

@@ -194,6 +194,18 @@ class Collector:
         self.rollout.put(t, envs, {"next_value": _compact(value), "next_cost_value": _compact(cost_value)})
 
 
+def summarise(team, batch):
+    """Mean reward, C_int and share of released picks of a rollout over all ranks; lost steps count as none. C_int is
+    that of a score, by environment: the sum of the effort by that of the ICVs present. (The mean of "cost", effort per
+    ICV, is higher while there are few.)"""
+    active, real = batch["pick_valid"], ~batch["lost"]
+    icvs = batch["icvs"] * real
+    costs = (batch["cost"] * icvs).sum(0) / icvs.sum(0).clamp(min=1)
+    reward, n, cost, envs, released, picks = team.all_sum([float(x.sum()) for x in (
+        batch["reward"], real, costs, real.any(0), batch["release"] & active, active)])
+    return {"reward": reward / max(n, 1), "c_int": cost / max(envs, 1), "released": released / max(picks, 1)}
+
+
 def alternating(groups):
     """The pool's groups; one group is halved, so that half of it simulates while the other half's turn is computed.
 
