@@ -131,8 +131,8 @@ def phase1(cfg, team, guard):
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
     guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
     while c["epoch"] < p.epochs:
-        if stage != (1 if c["epoch"] < p.stage1_epochs else 2):
-            stage = 1 if c["epoch"] < p.stage1_epochs else 2
+        before, stage = stage, 1 if c["epoch"] < p.stage1_epochs else 2
+        if stage != before:
             for q in model.world_model.stage2_parameters():
                 q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
             module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
