@@ -301,8 +301,7 @@ def learn_constrained(cfg, team, progress, module, sequences, precision):
     stream = StreamingDataset(sequences, min(p.batch_size, len(sequences["before"])), p.passes,
                               cfg.run.seed * 1000 + c["epoch"] * 10 + team.rank)
     for batches in windows(stream, p.accumulation, drop_last=True):
-        window = [{name: value.float() if value.dtype == torch.float16 else value
-                   for name, value in to_device(batch, team.device).items()} for batch in batches]
+        window = [to_device(batch, team.device) for batch in batches]
         set_learning_rate(progress.optimizer, learning_rate(c["updates"], 10 ** 9, p.lr, p.warmup_steps))
         own = [sum(int(n) for n in numbers) for numbers in zip(*(ConstrainedLoss.counts(w) for w in window))]
         share = [max(n, 1) / team.world for n in team.all_sum(own)]

@@ -163,6 +163,7 @@ def learning_lines(cfg, team, model, pool, autocast):
     from models.policy import Driver
     from runtime.rollout import Collector
     from runtime.storage import Minibatches
+    from runtime.training import to_device
     from train_ddp import make_sequences
     from train_rl import LEARN, add_advantages
     p2, p3, n, rollouts = cfg.phase2, cfg.phase3, pool.num_envs, []
@@ -174,8 +175,7 @@ def learning_lines(cfg, team, model, pool, autocast):
         rollouts.append(collector.collect(steps)[0])
     add_advantages(cfg, team, rollouts[0])
     minibatches, rows = Minibatches(rollouts[0], LEARN, team.device), steps * n
-    sequences = {name: (value.float() if value.is_floating_point() else value).to(team.device)
-                 for name, value in make_sequences(cfg, team, rollouts[1].dense(), 1.0)[0].items()}
+    sequences = to_device(make_sequences(cfg, team, rollouts[1].dense(), 1.0)[0], team.device)
     return [learning(p2, team, model, PPOLoss(model, p2), (32, 128), lambda b: (minibatches(np.arange(b) % rows), b)),
             learning(p3, team, model, ConstrainedLoss(model, p2, p3), (1, 4), lambda b: (
                 {name: value[np.arange(b) % n] for name, value in sequences.items()}, [100.0] * 3))]

@@ -244,5 +244,6 @@ def compile_gnn(gnn, wanted, say, backend="inductor"):
 
 
 def to_device(batch, device):
-    """Move a dictionary of tensors."""
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    """Move a dictionary of tensors; what is stored in float16 becomes float32 there."""
+    moved = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+    return {name: value.float() if value.dtype == torch.float16 else value for name, value in moved.items()}
