@@ -6,11 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from models.presets import Normalizer, mlp
+from models.risk_gnn import NODE_FEATURES
 
 ACCEL_CENTRE, ACCEL_RANGE = -0.5, 2.5     # acceleration = centre + range * tanh(u): [-3, 2] m/s^2
 LEFT, KEEP, RIGHT = 0, 1, 2
 LANE_CHANGE = 5.0                         # effort of a lane-change command; of an acceleration: its size in m/s^2
-SURROUND_FEATURES, GLOBAL_FEATURES, NODE_FEATURES = 14, 16, 9
+SURROUND_FEATURES, GLOBAL_FEATURES = 14, 16
 FREE_SPEED = 40.0                         # speed of "nobody there", m/s, as in the surroundings
 DOWNSTREAM = (0.1, 0.33)                  # how far ahead traffic is summarised, shares of the longest way to the exit
 OWN_FEATURES = len(DOWNSTREAM) + NODE_FEATURES + SURROUND_FEATURES
@@ -95,10 +96,9 @@ class Controller(nn.Module):
 
     def influence(self, candidates):
         """alpha * importance (GNN) + beta * predicted impact (world model) of candidates [..., F] -> [...]"""
-        d = self.d
         own = candidates[..., -OWN_FEATURES:]
-        importance = self.importance(torch.cat([candidates[..., :d], own], -1))
-        impact = self.impact(candidates[..., d:])
+        importance = self.importance(torch.cat([candidates[..., :self.d], own], -1))
+        impact = self.impact(candidates[..., self.d:])
         return (self.alpha * importance + self.beta * impact).squeeze(-1).float()
 
     def scores(self, candidates, valid):
