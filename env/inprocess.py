@@ -16,6 +16,8 @@ RECORD = np.dtype([(name, kind) for _, name, kind in READINGS]).newbyteorder("="
 GETTERS = {"xy": "getPosition", "angle": "getAngle", "speed": "getSpeed", "accel": "getAcceleration",
            "pos": "getLanePosition", "odometer": "getDistance", "allowed": "getAllowedSpeed",
            "length": "getLength", "route_index": "getRouteIndex"}
+LISTS = {"departed": "getDepartedIDList", "arrived": "getArrivedIDList", "colliding": "getCollidingVehiclesIDList",
+         "lifted": "getStartingTeleportIDList", "landed": "getEndingTeleportIDList"}  # those of env.sumo.EVENTS
 NO_CLIENT = "--remote-port", "0"  # a scenario that names a port would wait there for ever
 VAGUE = "Process Error"  # libsumo's word for a network that it cannot read; why, it tells standard error alone
 
@@ -74,11 +76,7 @@ class LibSumo(Questions):
         for field, getter in GETTERS.items():
             records[field] = list(map(getattr(vehicle, getter), names)) or 0
         lanes, routes = (_encode(map(getter, names)) for getter in (vehicle.getLaneID, vehicle.getRouteID))
-        events = {"departed": _encode(simulation.getDepartedIDList()),
-                  "arrived": _encode(simulation.getArrivedIDList()),
-                  "colliding": _encode(simulation.getCollidingVehiclesIDList()),
-                  "lifted": _encode(simulation.getStartingTeleportIDList()),
-                  "landed": _encode(simulation.getEndingTeleportIDList())}
+        events = {name: _encode(getattr(simulation, getter)()) for name, getter in LISTS.items()}
         events.update({name: int(float(simulation.getParameter("", name))) for name in COUNTERS})
         return _encode(names), records, lanes, routes, events
 
