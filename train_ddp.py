@@ -263,12 +263,13 @@ def phase3(cfg, team, guard):
 
 
 def advantages(cfg, team, batch, price):
-    """(advantage, return, cost return, price of effort), each [T, E]. The advantage is that of the reward alone,
+    """{"advantage", "return", "cost_return", "price" of effort}, each [T, E]. The first is that of the reward alone,
     normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / "icvs", is in its unit."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
-    advantage, *returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda)
+    advantage, returns, cost_returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda)
     mean, std = team.moments(advantage)
-    return objectives.normalise(advantage, mean, std), *returns, per_step / (std + 1e-8) / batch["icvs"].clamp(min=1)
+    return {"advantage": objectives.normalise(advantage, mean, std), "return": returns, "cost_return": cost_returns,
+            "price": per_step / (std + 1e-8) / batch["icvs"].clamp(min=1)}
 
 
 def make_sequences(cfg, team, batch, multiplier):
@@ -281,9 +282,8 @@ def make_sequences(cfg, team, batch, multiplier):
     states, valid, conflicts = objectives.motion_targets(pad(by_env["moved"].float()), pad(speed), pad(by_env["mask"]),
                                                          pad(by_env["fresh"]), pad(by_env["conflict"]), cfg.data.future)
     batch = {**batch, "icvs": icv.sum(-1).T}  # with those whom the policy leaves alone
-    advantage, returns, cost_returns, price = advantages(cfg, team, batch, multiplier)
-    by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed, advantage=advantage.T,
-                  cost_return=cost_returns.T, price=price.T, **{"return": returns.T})
+    by_env.update(states=states.half(), target_valid=valid, conflicts=conflicts, speed=speed,
+                  **{name: value.T for name, value in advantages(cfg, team, batch, multiplier).items()})
     names = ("embedding", "nodes", "surround", "globals", "mask", "icv", "fresh", "picks", "pick_valid", "u", "lane",
              "release", "pace", "log_prob", "advantage", "return", "cost_return", "price", "states", "target_valid",
              "conflicts", "speed")

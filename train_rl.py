@@ -184,9 +184,8 @@ def steps_per_env(p, span, team):
 
 def add_advantages(cfg, team, rollout):
     """Advantages, returns and prices of the effort [T, E] of a rollout."""
-    values = advantages(cfg, team, rollout, cfg.phase2.cost_weight)
-    names = ("advantage", "return", "cost_return", "price")
-    rollout.fixed.update({name: value.numpy() for name, value in zip(names, values)})
+    found = advantages(cfg, team, rollout, cfg.phase2.cost_weight)
+    rollout.fixed.update({name: value.numpy() for name, value in found.items()})
 
 
 def update(cfg, team, span, progress, module, rollout, precision, kept=None):
