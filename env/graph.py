@@ -25,7 +25,7 @@ HARD_BRAKE = -4.0 + 1e-3  # m/s^2; SUMO computes braking with 4, which many type
 # One vehicle of a scene, in physical units; `lead` is the index of its leader in the scene, -1 = none.
 SCENE = np.dtype([("x", "f8"), ("y", "f8"), ("angle", "f8"), ("speed", "f8"), ("accel", "f8"), ("lane", "i4"),
                   ("length", "f8"), ("position", "f8"), ("lane_end", "f8"), ("progress", "f8"), ("icv", "?"),
-                  ("odometer", "f8"), ("lead", "i4"), ("lead_gap", "f8"), ("lead_speed", "f8")])
+                  ("odometer", "f8"), ("lead", "i4"), ("lead_gap", "f8"), ("lead_speed", "f8"), ("aside", "?")])
 
 
 def adaptive_k(vehicles, k_min=4, divisor=4, k_max=16):
@@ -147,12 +147,12 @@ def mean_and_spread(values):
 
 
 def surround_features(traffic, scene):
-    """[N, 14] SURROUND features; fills `lead`, `lead_gap` and `lead_speed` of `scene` in place."""
+    """[N, 14] SURROUND features; fills `lead`, `lead_gap`, `lead_speed` and `aside` of `scene` in place."""
     out = np.empty((len(scene), len(SURROUND)), np.float32)
     sides = np.stack([traffic.road.beside[side][traffic.lane] for side in (1, -1)])
     who, gap, speed = traffic.ahead(np.concatenate([traffic.lane[None], sides]))
     rear_gap, rear_speed = traffic.behind(sides)
-    scene["lead"], scene["lead_gap"], scene["lead_speed"] = who[0], gap[0], speed[0]
+    scene["lead"], scene["lead_gap"], scene["lead_speed"], scene["aside"] = who[0], gap[0], speed[0], traffic.aside[0]
     out[:, 0], out[:, 1] = gap[0], speed[0]
     exists = sides >= 0
     for column, values in enumerate((gap[1:], speed[1:], rear_gap, rear_speed)):
@@ -162,19 +162,19 @@ def surround_features(traffic, scene):
     return np.clip(out, -GAP_CAP, LANE_END_CAP, out=out)
 
 
-def conflicts(scene, aside=False):
+def conflicts(scene):
     """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
-    harder. `aside`: see `in_line`."""
+    harder."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-    return (ttc < CONFLICT_TTC) & in_line(scene, aside) | (scene["accel"] <= HARD_BRAKE)
+    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= HARD_BRAKE)
 
 
-def in_line(scene, aside=False):
+def in_line(scene):
     """[N] bool: the leader, if there is one, is on the vehicle's own way, and not on a junction lane that ends where
-    its own does (`aside` [N] of env.road.Traffic): the gap between them is still to come, and may be below 0. Such a
+    its own does (`aside` of env.road.Traffic): the gap between them is still to come, and may be below 0. Such a
     one may also be told by its being farther away."""
     lead = scene["lead"]
     way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"])
     along = scene["lead_gap"] + scene["length"][lead]  # SUMO's metres: those of an outer lane in a bend are longer
     beside = np.hypot(np.maximum(along, 0.0), LANE_WIDTH)
-    return ~np.asarray(aside) & ((lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH)))
+    return ~scene["aside"] & ((lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH)))

@@ -41,9 +41,8 @@ class EpisodeTotals:
         self.effort += effort
         self.commands += vehicles
 
-    def step(self, scene, moved, route_length, events, overflow, aside=False):
-        """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read; `aside` as
-        in `in_line`."""
+    def step(self, scene, moved, route_length, events, overflow):
+        """Add one control step. `moved` m and `route_length` m by vehicle of `scene`; `events` of Sumo.read."""
         before = self.collisions
         self.departed += len(events["departed"])
         # SUMO's own "loaded" counts vehicles that are not due yet as well.
@@ -72,8 +71,7 @@ class EpisodeTotals:
             self.speed_sum += mean_speed
             self.hard_brakes += int((scene["accel"] <= HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-            ttc = ttc[(scene["lead"] >= 0) & in_line(scene, aside)]
-            self.min_ttc = min(self.min_ttc, float(ttc.min(initial=math.inf)))
+            self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & in_line(scene)].min(initial=math.inf)))
         self.reward = self._reward(float((moved / route_length).sum()), self.collisions - before)
         self.reward_sum += self.reward
 

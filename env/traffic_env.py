@@ -195,13 +195,13 @@ class TrafficEnv(gymnasium.Env):
         way = (self.speed[slots] + records["speed"]) / 2 * self.env_cfg.control_interval
         moved, odometer = self.odometer.read(records["odometer"].astype(float), slots, fresh, way,
                                              self.road.oncoming[self.lane] | self.road.oncoming[before])
-        g, (surround, aside), scene = self.cfg.graph, self._set_scene(records, slots, odometer), self.scene
+        g, surround, scene = self.cfg.graph, self._set_scene(records, slots, odometer), self.scene
         self.lane_at[slots], self.way[slots] = self.lane, scene["lane_end"]
         self.speed[slots], self.length[slots], self.allowed[slots] = scene["speed"], scene["length"], records["allowed"]
         if self.cfg.shield.enabled:  # SUMO's check stays where it does not see who is to be met
             self.checked[slots] = sumo.SAFE_SPEED * unforeseen(
                 self.road, self.lane, scene, events["stats.persons.running"], overflow, g.lookahead_m)
-        self.totals.step(scene, moved, self.routes.metres[slots], events, overflow, aside)
+        self.totals.step(scene, moved, self.routes.metres[slots], events, overflow)
         counts = {"waiting": events["stats.vehicles.waiting"], "departed": len(events["departed"]),
                   "arrived": self.totals.arrivals, "ocr": self.totals.ocr}
         self.k = graph.adaptive_k(len(scene), g.k_min, g.k_divisor, g.k_max)
@@ -209,12 +209,12 @@ class TrafficEnv(gymnasium.Env):
         rows = {"nodes": graph.node_features(scene, self.road.extent, self.time), "edges": edges[:, :g.k_max],
                 "neighbours": np.append(slots, -1)[near[:, :g.k_max]],  # neighbour -1 stays -1
                 "surround": surround, "moved": moved, "mask": np.ones(len(scene)), "fresh": fresh, "icv": scene["icv"],
-                "conflict": graph.conflicts(scene, aside)}
+                "conflict": graph.conflicts(scene)}
         self.observation = out or {name: np.empty(box.shape, box.dtype) for name, box in self.observation_space.items()}
         write_observation(self.observation, slots, rows, graph.global_features(scene, counts, self.lane_km))
 
     def _set_scene(self, records, slots, odometer):
-        """Fill `scene`, a SCENE array; returns the surround features and `aside` of graph.in_line."""
+        """Fill `scene`, a SCENE array; returns the surround features."""
         road, lane, pos = self.road, self.lane, records["pos"].astype(float)
         self.scene = scene = np.zeros(len(lane), graph.SCENE)
         for name in ("angle", "speed", "accel", "length"):
@@ -224,9 +224,9 @@ class TrafficEnv(gymnasium.Env):
         scene["position"], scene["lane_end"] = road.coordinate[lane] + pos, road.lane_length[lane] - pos
         scene["odometer"], scene["progress"] = odometer, odometer / self.routes.on_edges[slots]
         self.route_at[slots] = self.routes.start[slots] + records["route_index"]
-        traffic = Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,
-                          self.cfg.graph.lookahead_m, self.came[slots], self.routes.views(slots))
-        return graph.surround_features(traffic, scene), traffic.aside[0]
+        return graph.surround_features(
+            Traffic(road, lane, pos, scene["speed"], scene["length"], self.route_at[slots], self.routes.flat,
+                    self.cfg.graph.lookahead_m, self.came[slots], self.routes.views(slots)), scene)
 
     def _info(self, cost):
         return {"cost": float(cost), "time": self.time, "seed": self.seed, **self.totals.step_facts()}

@@ -231,7 +231,8 @@ def test_a_lost_step_teaches_nothing_and_ends_the_episode_as_expected(cfg):
     batch["reward"][3] = batch["cost"][3] = 0
     batch["next_value"][2, 0], batch["next_cost_value"][2, 0] = batch["value"][3, 0], batch["cost_value"][3, 0]
     team, batch["icvs"] = SimpleNamespace(moments=lambda values: (0.0, 1.0)), torch.full(shape, 4)
-    advantage, returns, cost_returns, price = advantages(cfg, team, batch, 9.0).values()
+    found = advantages(cfg, team, batch, 9.0)
+    advantage, returns, cost_returns, price = map(found.get, ("advantage", "return", "cost_return", "price"))
     torch.testing.assert_close(price, torch.full(shape, 9.0 * cfg.env.control_interval / cfg.env.horizon_s / 4))
     assert advantage[3, 0] == 0 and returns[3, 0] == batch["value"][3, 0]
     assert cost_returns[3, 0] == batch["cost_value"][3, 0]
