@@ -18,7 +18,6 @@ SURROUND = ("lead_gap", "lead_speed",
             "has_left", "has_right", "merge_distance", "merge_vehicles")
 DISTANCE_STEPS, BLOCK = 2 ** 21, 128
 TTC_CAP, THW_CAP, LANE_END_CAP, ACCEL_CAP, GAP_CAP = 20.0, 10.0, 500.0, 5.0, 200.0  # s, s, m, m/s^2, m
-LANE_WIDTH = 3.2  # m
 SLOW, CONFLICT_TTC, TIME_PERIOD = 5.0, 2.0, 3600.0                                  # m/s, s, s
 HARD_BRAKE = -4.0 + 1e-3  # m/s^2; SUMO computes braking with 4, which many types have, a little too weak
 
@@ -164,17 +163,7 @@ def surround_features(traffic, scene):
 
 def conflicts(scene):
     """[N] bool: time to collision with the leader, or the end of the lane, below 2 s, or braking at 4 m/s^2 or
-    harder."""
+    harder. Of a leader on another junction lane (`aside` of env.road.Traffic) the gap is still to come, and may be
+    below 0."""
     ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-    return (ttc < CONFLICT_TTC) & in_line(scene) | (scene["accel"] <= HARD_BRAKE)
-
-
-def in_line(scene):
-    """[N] bool: the leader, if there is one, is on the vehicle's own way, and not on a junction lane that ends where
-    its own does (`aside` of env.road.Traffic): the gap between them is still to come, and may be below 0. Such a
-    one may also be told by its being farther away."""
-    lead = scene["lead"]
-    way = np.hypot(scene["x"][lead] - scene["x"], scene["y"][lead] - scene["y"])
-    along = scene["lead_gap"] + scene["length"][lead]  # SUMO's metres: those of an outer lane in a bend are longer
-    beside = np.hypot(np.maximum(along, 0.0), LANE_WIDTH)
-    return ~scene["aside"] & ((lead < 0) | (way <= np.where(scene["lead_gap"] < 0, beside, along + LANE_WIDTH)))
+    return (ttc < CONFLICT_TTC) & ~scene["aside"] | (scene["accel"] <= HARD_BRAKE)

@@ -14,7 +14,7 @@ from collections import Counter
 
 import numpy as np
 
-from env.graph import HARD_BRAKE, in_line, mean_and_spread, time_to_collision
+from env.graph import HARD_BRAKE, mean_and_spread, time_to_collision
 
 
 class EpisodeTotals:
@@ -71,7 +71,7 @@ class EpisodeTotals:
             self.speed_sum += mean_speed
             self.hard_brakes += int((scene["accel"] <= HARD_BRAKE).sum())
             ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
-            self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & in_line(scene)].min(initial=math.inf)))
+            self.min_ttc = min(self.min_ttc, float(ttc[(scene["lead"] >= 0) & ~scene["aside"]].min(initial=math.inf)))
         self.reward = self._reward(float((moved / route_length).sum()), self.collisions - before)
         self.reward_sum += self.reward
 

@@ -7,6 +7,8 @@ from env.sumo import Sumo
 from env.wire import Accelerate, ChangeLane
 
 STEPS, WARMUP = 60, 40
+ACROSS = ('<vehicle id="stands" depart="0"><route edges="A0B0 B0C0"/><stop lane="B0C0_0" endPos="8" duration="200"/>'
+          '</vehicle><flow id="f" begin="10" end="90" period="20"><route edges="A0B0 B0C0"/></flow>')
 COUNTED = ("departed", "loaded", "arrived", "teleports", "collisions")
 
 
@@ -81,9 +83,13 @@ def replay(client, told, wanted, is_icv):
 
 
 @pytest.mark.parametrize("scenario, rule, shield, teleport_s, happens", [
-    ("corridor", "random", False, 3.0, ("collisions", "teleports", "c_int")), ("bottleneck", "none", True, 300.0, ())])
-def test_a_row_equals_a_replay_with_the_stock_client(make, scenario, rule, shield, teleport_s, happens):
-    """In the zipper of a bottleneck min_ttc was 0 s of cars beside each other, where SUMO's own leaders have 1.8."""
+    ("corridor", "random", False, 3.0, ("collisions", "teleports", "c_int")), ("bottleneck", "none", True, 300.0, ()),
+    ("no junction lanes", "none", True, 300.0, ())])
+def test_a_row_equals_a_replay_with_the_stock_client(make, grid, scenario, rule, shield, teleport_s, happens):
+    """In the zipper of a bottleneck min_ttc was 0 s of cars beside each other, where SUMO's own leaders have 1.8. Where
+    a network has no junction lanes, it left out who stands behind a junction, farther away than by SUMO's metres."""
+    if scenario == "no junction lanes":
+        scenario = grid(ACROSS, more='<no-internal-links value="true"/>')
     env = make(scenario=scenario, warmup_s=float(WARMUP), icv_share=0.6, max_commands=20, teleport_s=teleport_s)
     env.cfg.shield.enabled, env.cfg.bottleneck.flow, env.cfg.corridor.ramp_flow = shield, 3000.0, 1500.0
     row, told, wanted = record(env, rule)

@@ -7,7 +7,7 @@ import torch
 from helpers import episode, equal, nobody
 
 from configs import load_config
-from env import graph
+from env.graph import time_to_collision
 from env.road import Road
 from env.scenarios import build_scenario, own_scale
 from env.tails import came_from
@@ -170,17 +170,19 @@ def test_who_overtakes_among_the_oncoming_traffic_drives_on(road, drive):  # noq
 
 def test_who_drives_beside_on_a_junction_is_no_collision_to_come(drive):
     """The shield lets the second of two that will come together follow the first; their "gap" was the time to collision
-    too: 0 s of cars 25 m apart."""
-    env, least = drive("configs/town/town.sumocfg", "env.horizon_s=200"), np.inf
+    too: 0 s of cars 25 m apart. Those apart that count are leaders to SUMO, too."""
+    env, least, beside = drive("configs/town/town.sumocfg", "env.horizon_s=200"), np.inf, 0
     for _ in range(200):
         env.command(*nobody(env))
-        scene, led = env.scene, env.scene["lead"] >= 0
+        scene, led, aside = env.scene, env.scene["lead"] >= 0, env.scene["aside"]
         apart = np.hypot(*(scene[axis][scene["lead"]] - scene[axis] for axis in "xy"))
-        beside = led & (apart > scene["lead_gap"] + scene["length"][scene["lead"]] + 5)
-        assert not graph.in_line(scene)[beside].any()
-        least = min(least, graph.time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])[
-            led & ~beside].min(initial=np.inf))
-    assert env.totals.min_ttc >= least > 0
+        far = led & (apart > scene["lead_gap"] + scene["length"][scene["lead"]] + 5)
+        for i in np.flatnonzero(far & ~aside):
+            leader, _ = env.simulator.client.vehicle.getLeader(env.ids[i].decode(), 200)
+            assert leader == env.ids[scene["lead"][i]].decode()
+        ttc = time_to_collision(scene["lead_gap"], scene["speed"], scene["lead_speed"])
+        least, beside = min(least, ttc[led & ~aside].min(initial=np.inf)), beside + (far & aside).sum()
+    assert env.totals.min_ttc >= least > 0 and beside
 
 
 def test_name_of_a_route_that_comes_back_within_a_step_is_another_way(make, grid):
