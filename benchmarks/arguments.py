@@ -2,6 +2,7 @@
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 
 
@@ -44,8 +45,17 @@ def some_of(names):
 
 
 def new_parser(doc, results):
-    """A parser with --json, the file that the results go to; without it to `results`, None = nowhere."""
+    """A parser with --json, the file that the results go to; without it to `results`, None = nowhere. From now on
+    Ctrl-C ends the benchmark with one line."""
+    sys.excepthook = _say_what_ended
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=writable, default=results,
                         help="where the results go (default: %(default)s)")
     return parser
+
+
+def _say_what_ended(kind, error, traceback):
+    if issubclass(kind, KeyboardInterrupt):
+        print("\ninterrupted; what was measured stands above", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)

@@ -5,6 +5,7 @@
 import functools
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +29,12 @@ def zombies():
 def own_state():
     """(open descriptors, PSS in MB of this process and its simulator)."""
     return len(os.listdir("/proc/self/fd")), sum(pss_mb(pid) for pid in process_tree())
+
+
+def begin():
+    """A process of the pool: it ends with the main one, which alone answers Ctrl-C."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def soak(folder, jobs):
@@ -61,7 +68,7 @@ def main():
     start, jobs = time.time(), (-(-options.launches // options.parallel), -(-options.resets // options.parallel))
     with tempfile.TemporaryDirectory() as folder:
         build_scenario(Config(), folder)
-        with multiprocessing.get_context("spawn").Pool(options.parallel, die_with_parent) as pool:
+        with multiprocessing.get_context("spawn").Pool(options.parallel, begin) as pool:
             parts = pool.map(functools.partial(soak, folder), [jobs] * options.parallel)
     total = {name: sum(part[name] for part in parts) for name in parts[0]}
     total["pss_growth"] = total["pss_after"] / total["pss_before"] - 1
