@@ -28,6 +28,7 @@ def test_wrong_arguments_are_refused_at_once(line, monkeypatch, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     name, option, value = line.split()
     monkeypatch.setattr(sys, "argv", [name, option, value])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     with pytest.raises(SystemExit) as end:
         importlib.import_module(f"benchmarks.{name}").main()
     assert end.value.code == 2 and f"argument {option}: " in capsys.readouterr().err
@@ -54,3 +55,12 @@ def test_ctrl_c_leaves_no_simulator_of_the_stock_client_behind():
             "from benchmarks.reset import stock_start; stock_start(['-n', 'any.net.xml'])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20)  # it had our standard error
     assert done.returncode == -signal.SIGINT and b"KeyboardInterrupt" in done.stderr
+
+
+def test_ctrl_c_ends_a_benchmark_with_one_line():
+    """Nine of them answered with a traceback."""
+    code = ("import signal, sys, time; sys.argv = ['attention']; from benchmarks import attention\n"
+            "time.perf_counter = lambda: signal.raise_signal(signal.SIGINT)\nattention.main()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.split("\n") == ["", "interrupted; what was measured stands above", ""]
