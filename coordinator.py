@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def command_of(step, options, folder, plan):
 def run_step(step, command, threads, stop):
     """Run one step in a process group of its own; returns its exit code."""
     environment = {**python_environment(threads), "PYTHONUNBUFFERED": "1"}
-    print(f"\n==== {step}: {' '.join(command)}", flush=True)
+    print(f"\n==== {step}: {shlex.join(command)}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         marker, killed = Path(place) / "exit-code", oom_kills()
         environment["EXIT_CODE_FILE"] = str(marker)
@@ -240,7 +241,7 @@ def pipeline(options, stop):
     lock = claim(folder)  # noqa: F841  held until this process ends
     state = load_state(folder / "state.json", cfg)
     plan, begun = resource_plan(cfg), time.monotonic()
-    state.update(command=" ".join(sys.argv), plan=plan, revision=revision())
+    state.update(command=shlex.join(sys.argv), plan=plan, revision=revision())
     for step in steps_to_run(options, state, folder, cfg.checkpoint.keep_last):
         if stop.asked:
             print(f"\nstopped before {step}; everything is saved; {console.again()}")

@@ -270,7 +270,7 @@ def main():
     suite = f", mean of {len(first.env.suite)} variants" if len(first.env.suite) > 1 else ""
     print(f"\n{scenario}{suite}, {len(seeds)} paired seeds, SUMO {version('eclipse-sumo')}: mean +- 95 % interval")
     print("\n".join([table(summarise(rows)), *paired_lines(pairs)]))
-    for doubt in doubts(rows, scenario):
+    for doubt in doubts(rows, scenario, first.reward):
         console.say(f"WARNING: {doubt}")
     if options.out:
         save_scores(options.out, scenario, seeds, rows, pairs, SHIELD_LOG, log)

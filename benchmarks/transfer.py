@@ -2,10 +2,11 @@
 
     python -m benchmarks.transfer --checkpoint runs/suite --controllers tuned,policy --json transfer.json
 
-Scores the controllers on the run's own suite, then, with nothing changed but the traffic, on `CORRIDORS` and on drawn
-networks (benchmarks/networks.py), or on random ones instead: --motorways (benchmarks/motorways.py) and --streets, which
-have traffic lights or no merge (benchmarks/streets.py). The ratio is S_total to the mean over the run's own suite.
-Flagged: a ratio below 0.5; OCR more than 1 % below no control; more collisions than without control.
+Scores the controllers on the run's own suite, then, with nothing changed but the traffic, on `CORRIDORS`, with other
+SHARES of ICVs, and on drawn networks (benchmarks/networks.py), or on random ones instead: --motorways
+(benchmarks/motorways.py) and --streets, which have traffic lights or no merge (benchmarks/streets.py). The ratio is
+S_total to the mean over the run's own suite. Flagged: a ratio below 0.5; OCR more than 1 % below no control; more
+collisions than without control.
 """
 import os
 import shlex
@@ -28,8 +29,13 @@ from train_ddp import USER_ERRORS
 
 CORRIDORS = ("corridor.main_flow=2400 corridor.ramp_flow=1200", "corridor.main_flow=3000 corridor.ramp_flow=1000",
              "corridor.ramps=3 corridor.ramp_flow=900",
-             "corridor.lanes=3 corridor.ramps=3 corridor.main_flow=4400 corridor.ramp_flow=900",
-             "env.icv_share=0.1", "env.icv_share=0.25", "env.icv_share=0.5")
+             "corridor.lanes=3 corridor.ramps=3 corridor.main_flow=4400 corridor.ramp_flow=900")
+SHARES = "env.icv_share=0.1", "env.icv_share=0.25", "env.icv_share=0.5"
+
+
+def corridors(scenario):
+    """CORRIDORS as variants of a configuration with this scenario, to which their numbers would mean nothing."""
+    return [text if scenario == "corridor" else f"env.scenario=corridor {text}" for text in CORRIDORS]
 
 
 def compare(rows, controller, known):
@@ -79,8 +85,8 @@ def main():
     end, place = cfg.env.horizon_s + cfg.env.warmup_s, folder / "drawn"
     roads = [draw(place, number, end) for draw, count in ((motorway, options.motorways), (street, options.streets))
              for number in range(1, count + 1)]
-    corridors, drawn = ([], roads) if roads else (CORRIDORS, networks(place, end))
-    cfg.env.suite = [*known, *corridors, *(shlex.quote(f"env.scenario={os.path.relpath(path)}") for path in drawn)]
+    others, drawn = ([], roads) if roads else ([*corridors(cfg.env.scenario), *SHARES], networks(place, end))
+    cfg.env.suite = [*known, *others, *(shlex.quote(f"env.scenario={os.path.relpath(path)}") for path in drawn)]
     check_scenario(cfg, folder)
     rows, _ = evaluate_suite(cfg, controllers, seeds, models, str(folder))
     tables = {name: compare(rows, name, known) for name in controllers}

@@ -96,7 +96,8 @@ class ChunkedDataset(Dataset):
 
 class OpenChunks:
     """The chunks that a process used last: `count` open files or, with `cache_mb` > 0, copies in memory that together
-    stay below that size and are dropped after `timeout_s` seconds without use (looked at whenever a chunk is read).
+    stay below that size (a single larger one is held alone) and are dropped after `timeout_s` seconds without use
+    (looked at whenever a chunk is read).
 
     Windows are copied straight from the system's page cache (pread). That is faster than memory maps, of which every
     page must be mapped anew; memory does not seem to grow; and a file that shrinks is an error instead of a SIGBUS.

@@ -98,7 +98,8 @@ def destinations(meta, per_chunk, seed):
             seen.add(digest)
     if not seen:
         raise DataError(f"the {len(meta['chunks'])} raw chunks hold no sample: there were never as many vehicles at "
-                        "once as data.vehicles asks for; lower its first number, or raise the demand")
+                        "once as data.vehicles asks for; lower its first number, raise the demand, or, if nobody drove "
+                        "at all, see whether the scenario's `begin` and departures fit together")
     rows, sizes, splits = {}, {}, {}
     for split, members in split_rows.items():
         if not members:

@@ -108,7 +108,7 @@ class RiskGNN(nn.Module):
         where = neighbours.long().masked_fill(none, nodes.shape[1])
         speed = nodes[..., SPEED].float()
         code = F.silu(self.edge(edge_inputs(edges, surround[..., 0].float(), surround[..., 1].float() - speed)))
-        # What the edges say reaches the vehicle with most weight on the most dangerous one.
+        # What the edges say reaches the vehicle with a weight by risk, which is learned: nothing makes it grow with it.
         weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
         around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)
         x = self.node(torch.cat([self.normalize(nodes), surround_inputs(surround, speed), around], -1))

@@ -45,7 +45,7 @@ def search(measure, batch, most):
 
 def random_batch(samples, cfg, generator):
     """Random inputs and targets of the world model for `samples` samples, as models.losses.prepare gives them."""
-    t, n, h, k = cfg.data.history, cfg.data.vehicles[1], cfg.data.future, cfg.graph.k_max
+    t, n, h, k = cfg.data.history, cfg.data.vehicles[1], cfg.data.future, cfg.graph.k_max + cfg.data.k_vary
     rand = lambda *shape: torch.rand(samples, t, n, *shape, generator=generator)  # noqa: E731
     return {"nodes": rand(9), "surround": rand(14), "edges": rand(k, 4), "neighbours": (rand(k) * n).long(),
             "mask": rand() < 2, "fresh": rand() < 0.01, "speed": 30 * rand(), "states": 10 * rand(h, 2),

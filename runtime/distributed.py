@@ -115,10 +115,20 @@ def start_team(run, ddp, rollout_workers=0, stop=None):
         before = [(number, signal.signal(number, signal.SIG_DFL)) for number in stop_signals()]
         if stop and stop.asked:  # the others may have ended already, and nothing is there to be saved
             signal.raise_signal(stop.number)
-        dist.init_process_group(backend, timeout=timedelta(seconds=ddp.timeout_s))  # for ranks that may never come
+        timeout = timedelta(seconds=ddp.timeout_s)  # for ranks that may never come
+        store = attempts_store(rank, world, timeout) if world == local_world else None
+        alone = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        dist.init_process_group(backend, timeout=timeout, **alone)
         for number, handler in before:
             signal.signal(number, handler)
     return Team(rank, world, local_rank, local_world, device)
+
+
+def attempts_store(rank, world, timeout):
+    """Where the ranks of one node meet, for this attempt: torchrun's store outlives its restarts (--max-restarts), with
+    the addresses of ranks that have died. (The launchers of several nodes need not agree on the attempt's number.)"""
+    store, _, _ = next(dist.rendezvous("env://", rank, world, timeout=timeout))
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def check_shared(folder, team):

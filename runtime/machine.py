@@ -171,7 +171,7 @@ def wsl2(release=None):
     release = platform.release() if release is None else release
     if "microsoft" not in release.lower():
         return False, []
-    if "WSL2" not in release:
+    if "WSL2" not in release and "microsoft-standard" not in release:  # WSL1 ends in -Microsoft
         return False, [Finding(FAIL, "WSL", f"kernel {release} is WSL1: no GPU, slow files",
                                "`wsl --set-version <distribution> 2` in PowerShell")]
     return True, [Finding(OK, "WSL2", f"kernel {release}; it gets half of the host's memory unless told otherwise: "

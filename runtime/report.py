@@ -27,9 +27,10 @@ from runtime.tracks import DamagedFile, load_tracks
 STYLE = Path(__file__).with_name("report.css")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"  # no browser may load anything else for it
 SCORES = {"s_total": "S_total: the score", "s_efficiency": "S_efficiency", "s_stability": "S_stability",
-          "ocr_change": "change of OCR, %", "arrived": "vehicles arrived", "mean_speed": "mean speed, m/s",
-          "sigma_v": "sigma_v: spread of speeds, m/s", "abs_a": "mean |acceleration|, m/s²",
-          "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
+          "ocr_change": "change of OCR, %", "loaded": "vehicles loaded: due to depart",
+          "departed": "vehicles that came onto the road", "arrived": "vehicles arrived",
+          "mean_speed": "mean speed, m/s", "sigma_v": "sigma_v: spread of speeds, m/s",
+          "abs_a": "mean |acceleration|, m/s²", "c_int": "C_int: cost of intervening", "collisions": "collisions", "teleports": "teleports",
           "overflow": "vehicles without a slot, times steps",
           "min_ttc": "smallest time to collision, s", "hard_brakes": "hard brakes",
           "shield_clips": "commands weakened by the shield",

@@ -11,10 +11,11 @@ import numpy as np
 from configs.files import write_whole
 
 NAMES = {"controller", "seed", "variant"}  # what a row says besides metrics
-SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "arrived", "mean_speed", "sigma_v", "abs_a", "c_int",
-         "collisions", "teleports", "shield_clips", "shield_vetoes", "shield_emergencies")
+SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "loaded", "departed", "arrived", "mean_speed",
+         "sigma_v", "abs_a", "c_int", "collisions", "teleports", "shield_clips", "shield_vetoes", "shield_emergencies")
 PAIRED = {"s_total": ("S_total", "+.2f"), "arrived": ("arrived", "+.1f"), "c_int": ("C_int", "+.3f")}
 CALM = 0.02  # sigma_v, m/s, or abs_a, m/s^2, of which a share says nothing
+OUTSIDE, MISFIT = 0.05, 1.5  # more of the loaded kept off the road; a reference that many times too high or low
 FEW = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # t, 1 to 10 degrees
 
 
@@ -85,8 +86,9 @@ def scenarios_of(configs):
     return ", ".join(dict.fromkeys(variant.env.scenario for cfg in configs for variant in cfg.variants()))
 
 
-def doubts(rows, scenario):
-    """What makes the scores of rows worth less than they look, a sentence each."""
+def doubts(rows, scenario, reward=None):
+    """What makes the scores of rows worth less than they look, or the `reward` section of a configuration unfit to
+    train there, a sentence each."""
     if not any(row["loaded"] for row in rows):
         return [f"{scenario}: nobody drove in any episode; do its `begin` and departures fit together?"]
     found, unseen = [], max(row["overflow"] / max(row["steps"], 1) for row in rows)
@@ -98,11 +100,44 @@ def doubts(rows, scenario):
     if calm:
         found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "
                      f"below {CALM:g}); S_stability and S_total divide by that: look at sigma_v and abs_a themselves")
-    driven = [row for row in rows if row["controller"].split()[0] != "none"]
+    alone, driven = ([row for row in rows if (row["controller"].split()[0] == "none") == free] for free in (1, 0))
+    came = {_traffic(row): row["departed"] for row in alone}
+    for name in dict.fromkeys(row["controller"] for row in driven):
+        mine = [row for row in driven if row["controller"] == name]
+        kept_off = sum(came.get(_traffic(row), 0) - row["departed"] for row in mine) / len(mine)
+        if kept_off > OUTSIDE * np.mean([row["loaded"] for row in mine]):
+            found.append(f"{scenario}: with {name}, {kept_off:.0f} vehicles an episode more than without control wait "
+                         "outside at its end; mean_speed, sigma_v and abs_a do not see them, only arrived does")
+    if crashes := sum(row["collisions"] for row in alone):
+        found.append(f"{scenario}: {crashes} collisions in {len(alone)} episodes without control: SUMO's own drivers "
+                     "collide here. In training a collision ends the episode and costs reward: "
+                     "env.terminate_on_collision=false reward.collision_penalty=0 leave them be")
+    found += misfits(alone, scenario, reward)
     if driven and not any(row["controlled_vehicle_steps"] for row in driven):
         found.append(f"{scenario}: no command was carried out in any episode; if some were given, docs/results.md "
                      "(Shield) says whom they do not reach")
     return found
+
+
+def _traffic(row):
+    """What a row shares with that without control: the seed, the variant, and what a sweep has changed."""
+    return row["seed"], row.get("variant"), row["controller"].partition(" ")[2]
+
+
+def misfits(rows, scenario, reward):
+    """[what to set `reward` to, for training on a user's scenario] where its reference values are far from what the
+    rows without control show; [] where they are near, or there are several kinds of traffic."""
+    if not (reward and scenario.endswith(".sumocfg") and "," not in scenario
+            and len({row["controller"] for row in rows}) == 1):
+        return []
+    loaded, arrived, sigma_v, abs_a = (float(np.mean([row[name] for row in rows]))
+                                       for name in ("loaded", "arrived", "sigma_v", "abs_a"))
+    pairs = ((reward.ocr_ref * reward.demand_ref, arrived), (reward.sigma_ref, sigma_v), (reward.abs_a_ref, abs_a))
+    if not loaded or min(arrived, sigma_v, abs_a) <= 0 or all(1 / MISFIT < a / b < MISFIT for a, b in pairs):
+        return []
+    return [f"{scenario}: the reward of a training there would weigh its parts otherwise than the score does; what "
+            f"`none` shows is reward.demand_ref={loaded:.0f} reward.ocr_ref={arrived / loaded:.2f} "
+            f"reward.sigma_ref={sigma_v:.2f} reward.abs_a_ref={abs_a:.3f}"]
 
 
 def save_scores(path, scenario, seeds, rows, pairs, columns, log):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import evaluate
-from configs import ConfigError, load_config
+from configs import Config, ConfigError, load_config
 from env.baselines import FAR_M, MERGE_DISTANCE, SPEED, mean_speed_ahead
 from env.workers import make_pool
 from controllers import AHEAD, ENOUGH, FEW, KNOWN_S, LANES, SURPRISE_S, Audit, Fastest, PolicyController, Surprise
@@ -91,8 +91,9 @@ def test_sweeps_over_what_the_command_line_decides_are_refused(words):
 
 def test_scores_that_mean_little_are_doubted():
     """A table of zeros looked like a result, and so did one of the vehicles for which there was room."""
-    empty, good, full, calm = ({"controller": "none", "seed": 7, "loaded": n, "overflow": m, "steps": 10, "sigma_v": s,
-                                "abs_a": 0.1, "controlled_vehicle_steps": 0}
+    empty, good, full, calm = ({"controller": "none", "seed": 7, "loaded": n, "departed": n, "overflow": m,
+                                "steps": 10, "sigma_v": s, "abs_a": 0.1, "controlled_vehicle_steps": 0,
+                                "collisions": 0}
                                for n, m, s in ((0, 0, 0), (30, 0, 2), (90, 45, 2), (30, 0, 0.01)))
     assert doubts([empty, good], "my.sumocfg") == []
     nobody, = doubts([empty, empty], "my.sumocfg")
@@ -106,6 +107,32 @@ def test_scores_that_mean_little_are_doubted():
     assert "seeds [7]: without control speeds hardly differ" in steady
     idle, = doubts([good, {**good, "controller": "policy"}], "my.sumocfg")
     assert "no command was carried out" in idle and doubts([good, {**good, **drives}], "my.sumocfg") == []
+
+
+def test_a_controller_that_keeps_traffic_off_the_road_is_doubted():
+    """285 of 1125 vehicles more than without control stood outside, and the mean speed had risen."""
+    none, policy = ({"controller": name, "seed": 1, "variant": v, "loaded": 100, "departed": d, "overflow": 0,
+                     "steps": 10, "sigma_v": 2.0, "abs_a": 0.2, "controlled_vehicle_steps": 9, "collisions": c}
+                    for name, v, d, c in (("none", "a", 100, 0), ("policy", "a", 92, 3)))
+    kept, = doubts([none, policy, {**none, "variant": "b", "departed": 50}], "my.sumocfg")
+    assert "with policy, 8 vehicles" in kept
+    assert doubts([none, {**policy, "departed": 96}], "my.sumocfg") == []
+    crash, = doubts([{**none, "collisions": 2}, {**policy, "departed": 100}], "my.sumocfg")
+    assert "2 collisions in 1 episodes without control" in crash and "env.terminate_on_collision" in crash
+
+
+def test_references_that_do_not_fit_are_told():
+    """On a user's network an arrival weighed half of what it does in the score, and nobody said so."""
+    rows, reward = [{"controller": "none", "seed": s, "loaded": 400, "departed": 400, "arrived": 300, "overflow": 0,
+                     "steps": 10, "sigma_v": 5.0, "abs_a": 0.4, "controlled_vehicle_steps": 0, "collisions": 0}
+                    for s in (1, 2)], Config().reward
+    said, = doubts(rows, "my.sumocfg", reward)
+    assert said.endswith("reward.demand_ref=400 reward.ocr_ref=0.75 reward.sigma_ref=5.00 reward.abs_a_ref=0.400")
+    assert doubts(rows, "corridor", reward) == doubts(rows, "a.sumocfg, b.sumocfg", reward) == []
+    reward.demand_ref, reward.ocr_ref = 400.0, 0.7
+    assert doubts(rows, "my.sumocfg", reward) == [said]  # sigma_v
+    reward.sigma_ref = 6.0
+    assert doubts(rows, "my.sumocfg", reward) == []
 
 
 def test_shield_log_holds_every_override_with_its_reason():

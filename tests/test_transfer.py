@@ -6,8 +6,8 @@ import pytest
 from benchmarks.motorways import Motorway, motorway
 from benchmarks.networks import networks
 from benchmarks.streets import KINDS, Street, street
-from benchmarks.transfer import compare
-from configs import Config
+from benchmarks.transfer import CORRIDORS, compare, corridors
+from configs import Config, load_config
 from env.traffic_env import TrafficEnv
 
 from helpers import episode
@@ -27,6 +27,13 @@ def test_ratio_to_the_mean_of_the_known_and_flags():
     assert [row["flags"] for row in table] == [[], [], ["ratio"], ["OCR", "collision"], []]
     assert table[3]["collisions"] == 2
     assert compare(rows("a", [-1, -2]), "policy", ["a"])[0]["ratio"] is None  # nothing to compare with
+
+
+def test_corridors_are_corridors_whatever_the_policy_was_trained_on():
+    """Of a policy for a grid the four corridors were the grid again, four times the same numbers."""
+    assert corridors("corridor") == list(CORRIDORS)
+    cfg = load_config("configs/smoke.yaml", ["env.scenario=ring", f"env.suite=[same, {', '.join(corridors('ring'))}]"])
+    assert [one.env.scenario for one in cfg.variants()] == ["ring", *["corridor"] * len(CORRIDORS)]
 
 
 def test_networks_carry_traffic_of_several_types(tmp_path):
