@@ -64,13 +64,13 @@ def first_weights(model, cfg, folder, phases, say):
 
 
 def check_moments(optimizer):
-    """ValueError where a loaded state is not that of the parameter that it belongs to: PyTorch looks at the number of
-    parameters only, and would fail in the first step."""
+    """ValueError where a loaded state is not that of the parameter that it belongs to, or no numbers: PyTorch looks at
+    the number of parameters only, and would fail in the first step."""
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
-            if torch.is_tensor(value) and value.dim() and value.shape != parameter.shape:
+            if torch.is_tensor(value) and (value.dim() and value.shape != parameter.shape or value.isnan().any()):
                 raise ValueError(f"optimizer: {name} of shape {list(value.shape)} for a parameter of shape "
-                                 f"{list(parameter.shape)}")
+                                 f"{list(parameter.shape)}, or with NaN in it")
 
 
 COUNTERS = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf, "lr_factor": 1.0,
@@ -114,8 +114,8 @@ class Progress:
                 self.anchor.load_state_dict(state["anchor"])
             kinds = {name: (int, float) if isinstance(own, (int, float)) else type(own)
                      for name, own in self.counters.items() if name in counters and name != "begun"}
-            if (not all(isinstance(counters[name], kind) for name, kind in kinds.items())
-                    or not isinstance(counters["updates"], int)):
+            if (not all(isinstance(counters[name], kind) and counters[name] == counters[name]  # no NaN
+                        for name, kind in kinds.items()) or not isinstance(counters["updates"], int)):
                 raise ValueError(f"counters {counters}")
             self.counters.update(counters, epoch=int(counters["epoch"]))
             ranks = [rank["random"] for rank in state["ranks"]]

@@ -333,6 +333,17 @@ def test_checkpoint_with_a_wrong_part_is_refused(tmp_path, key, value):
         trainee(tmp_path, 2)[0].resume()
 
 
+def test_moments_that_are_no_numbers_are_refused(tmp_path):
+    """After a step that made the weights NaN, the gradients were said to be at fault, with a traceback."""
+    progress, step = trainee(tmp_path, 1)
+    step(), progress.save()
+    state = checkpoint.load(tmp_path)
+    next(iter(state["optimizer"]["state"].values()))["exp_avg"].fill_(float("nan"))
+    checkpoint.save(tmp_path, 2, state)
+    with pytest.raises(checkpoint.CheckpointError, match="exp_avg .* with NaN in it"):
+        trainee(tmp_path, 2)[0].resume()
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path):
     model = torch.nn.Linear(2, 1)
     weights = {"schema": {}, "model": {**model.state_dict(), "bias": torch.tensor([float("nan")])}}

@@ -223,7 +223,8 @@ def test_who_was_asked_to_stop_does_not_wait_for_ranks_that_have_ended():
 
 
 @pytest.mark.parametrize("counters", [
-    {"updates": "many"}, {"multiplier": None, "updates": 1}, {"costs": 7, "updates": 1}])
+    {"updates": "many"}, {"multiplier": None, "updates": 1}, {"costs": 7, "updates": 1},
+    {"multiplier": float("nan"), "updates": 1}])
 def test_counters_of_another_kind_are_refused(tmp_path, counters):
     """Those that only one phase has were a traceback in the middle of it."""
     first, step = trainee(tmp_path, 1)

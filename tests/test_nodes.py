@@ -3,17 +3,19 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 from data_sets import SAMPLES
+from torch.distributed import TCPStore
 
 from benchmarks.nodes import ROOT, two_nodes, wait_for_checkpoint
 from configs import Config, ConfigError, load_config
 from data.layout import DataError
 from data.location import open_data
 from runtime import checkpoint
-from runtime.distributed import Team, check_shared
+from runtime.distributed import Team, attempts_store, check_shared
 from runtime.ending import first_to_speak
 from runtime.metrics import read_metrics
 from runtime.training import Progress
@@ -141,3 +143,16 @@ def test_node_that_dies_comes_back_and_training_continues(recorded, tmp_path):
     state = checkpoint.load(run / "phase1")
     assert state["epoch"] == 12 and len(state["ranks"]) == 2 and state["counters"]["updates"] == 12 * (22 // 8)
     assert all(torch.isfinite(value).all() for value in state["weights"]["model"].values())
+
+
+def test_a_restart_below_one_launcher_meets_nobody_of_the_attempt_before(monkeypatch):
+    """torchrun's store outlives its restarts: ranks found the addresses of dead ones there, and hung or ended."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port,
+                        "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, str(value))
+    for attempt, there in (("0", False), ("1", False), ("0", True)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        found = attempts_store(1, 2, timedelta(seconds=10))
+        assert found.check(["address"]) == there
+        found.set("address", "of a rank")
