@@ -276,7 +276,8 @@ def main():
         save_scores(options.out, scenario, seeds, rows, pairs, SHIELD_LOG, log)
     if options.tracks:
         tracks = watch(first, to_record(summarise(rows)), seeds[0], models, folder)
-        save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0])
+        variant = first.env.suite[seeds[0] % len(first.env.suite)] if suite else ""
+        save_tracks(options.tracks, tracks, first.env.control_interval, seeds[0], variant)
     if given_up:
         raise WorkerError(f"seeds {sorted(given_up)}: left out, because a simulator was lost every time (WARNINGS "
                           "above); the scores are of the others")

@@ -44,6 +44,7 @@ VOCABULARY = {
     "lr": "learning rate",
     "grad_norm": "mean gradient norm before clipping",
     "loss_scale": "loss scale of mixed precision (1 = off)",
+    "not_finite": "training rows with NaN or infinite values that were left out (data.on_bad_row)",
     "overflow_share": "share of optimiser steps skipped because of an overflow",
     "return": "reward summed over an episode, mean over the episodes that ended in this record",
     "return_per_icv": "return divided by the mean number of ICVs present, over ended episodes",

@@ -113,7 +113,13 @@ def score_section(result):
             intervals("S_total, mean and 95 % interval", scores, {"none": "--c0", **COLOURS}), "</div>",
             f"<p class=soft>Held-out seeds {listed(result['seeds'])}, SUMO {result['sumo_version']}. "
             "S_total = (0.7 S_efficiency + 0.3 S_stability) exp(-0.1 C_int); no control scores 0.</p>",
-            *paired_table(result.get("paired") or {})]
+            *variant_table(result.get("variants") or {}, names), *paired_table(result.get("paired") or {})]
+
+
+def variant_table(variants, names):
+    """S_total by variant of the suite, of which the other tables have the mean."""
+    rows = [[text, *(cell(summary[n]["s_total"]) for n in names)] for text, summary in variants.items()]
+    return [grid(["S_total by variant", *names], rows, mine=1)] if rows else []
 
 
 def paired_table(pairs):

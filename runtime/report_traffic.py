@@ -18,8 +18,12 @@ PIXELS = (360, 900)                # height and width of a time-space diagram
 
 def time_space(episodes, facts):
     """Trajectories on the main road in time and space, coloured by speed, one diagram per controller."""
-    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}; the same "
-            "traffic meets each controller. Red bands that move against the traffic are jams.</p>",
+    of = f" of {html.escape(str(facts['variant']))}" if "variant" in facts else ""
+    on = np.concatenate([np.isfinite(track["along"]) for track in episodes.values()]).mean()
+    return [f"<h2>Time and space</h2><p>Each line is a vehicle on the main road, seed {facts['seed']}{of}; the same "
+            "traffic meets each controller. Red bands that move against the traffic are jams, those that stay wait at "
+            f"traffic lights. ({100 * on:.0f} % of all vehicles and steps are on the main road, the route on whose "
+            "edges most were seen.)</p>",
             '<div class="row wide">',
             *(diagram(named(n), t, t["speed"] >= 0, episodes, facts) for n, t in episodes.items()), "</div>"]
 

@@ -3,7 +3,7 @@
     <name>.tracks.npz   "<controller>/<column>" for every column of COLUMNS, one entry per vehicle and step;
                         "<controller>/influence" [steps, RANKS]: the policy's highest scores, NaN elsewhere;
                         "lanes/xy" [P, 2] m and "lanes/first" [L]: the lanes' shapes, one after the other;
-                        "interval", "seed"
+                        "interval", "seed"; of a suite "variant", which one
 
 `along` is the way from the start of the main road, m, NaN for vehicles on other roads. The main road is the route on
 whose edges most vehicles were seen in all episodes of the file.
@@ -77,13 +77,13 @@ class Recorded:
         return commands
 
 
-def save_tracks(path, episodes, interval, seed):
-    """Write {controller: Tracks} of one seed; `interval` is the control interval, s."""
+def save_tracks(path, episodes, interval, seed, variant=""):
+    """Write {controller: Tracks} of one seed; `interval` is the control interval, s; `variant` of a suite."""
     first = next(iter(episodes.values()))
     road, routes = first.road, dict.fromkeys(route for tracks in episodes.values() for route in tracks.routes)
     seen = sum(np.bincount(tracks.column("edge"), minlength=len(road.edge_index)) for tracks in episodes.values())
     start = main_road(road, [[road.edge_index[edge.decode()] for edge in route] for route in routes], seen)
-    out = {"interval": np.float32(interval), "seed": np.int64(seed),
+    out = {"interval": np.float32(interval), "seed": np.int64(seed), **({"variant": variant} if variant else {}),
            "lanes/xy": np.concatenate([np.array(shape, np.float32) for shape in first.shapes]),
            "lanes/first": np.cumsum([0, *(len(shape) for shape in first.shapes[:-1])])}
     for controller, tracks in episodes.items():

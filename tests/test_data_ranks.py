@@ -16,6 +16,7 @@ import pytest
 from data_sets import SAMPLES, graphs
 
 from data.dataset import ChunkedDataset
+from runtime.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
@@ -114,13 +115,14 @@ def spoil(folder, rows):
     return names
 
 
-def test_all_ranks_leave_out_rows_with_nan(copy, train):
+def test_all_ranks_leave_out_rows_with_nan(copy, train, tmp_path):
     """A NaN on one rank went through the all-reduce into every rank's weights."""
     names = spoil(graphs(copy), [3, 17])
     done, notes = train(2, 0, "skipping", "data.on_bad_row=skip", "phase1.epochs=2", "phase1.batch_size=1")
     assert done.returncode == 0, done.stderr
     assert sum("left out" in line for line in done.stdout.splitlines()) >= 2
     assert all(name in done.stdout for name in names) and "finished" in done.stdout
+    assert [row["not_finite"] for row in read_metrics(tmp_path / "runs" / "skipping" / "metrics.jsonl")] == [2, 2]
     weights = [[line for line in rank if line.startswith("weights")] for rank in notes]
     assert len(weights[0]) == 2 and weights[0] == weights[1] and weights[0][0] != weights[0][1]
     assert "nan" not in done.stdout.lower().replace("left out, nan or infinite values", "")

@@ -24,7 +24,7 @@ from runtime import animation, pictures, report
 from runtime.metrics import VOCABULARY
 from runtime.pictures import coloured
 from runtime.report import POLICY, build_report, cell
-from runtime.report_traffic import COLOURS, shield_section
+from runtime.report_traffic import COLOURS, shield_section, time_space
 from runtime.scores import differences, save_scores
 from runtime.tracks import DamagedFile, load_tracks, save_tracks
 
@@ -64,7 +64,8 @@ def run(tmp_path_factory):
     (folder / "state.json").write_text(json.dumps({
         "command": "coordinator.py a<b", "revision": "abc123", "steps": {"phase1": {"status": "done", "seconds": 3}}}))
     page = build_report(folder).read_text()
-    return SimpleNamespace(folder=folder, page=page, said=said, tracks=folder / "evaluation.tracks.npz")
+    return SimpleNamespace(folder=folder, page=page, said=said, recorded=tracks,
+                           tracks=folder / "evaluation.tracks.npz")
 
 
 def test_the_policy_is_compared_pair_by_pair(run):
@@ -305,6 +306,17 @@ def test_animation_shows_the_whole_episode(run, tmp_path):
     assert image.open(tmp_path / "drive.gif").n_frames == 3
     with pytest.raises(ConfigError, match="no episode of 'idm' in it, only of policy"):
         animation.draw(tmp_path / "short.npz", tmp_path / "drive.gif", "idm", silent)
+
+
+def test_report_of_a_suite_tells_its_variants_apart(run, tmp_path):
+    """It had the means over three networks only, and diagrams of one of them, which it did not name."""
+    score = {"s_total": {"mean": 1.5, "ci95": 0.25}}
+    table, = report.variant_table({"a.sumocfg": {"none": score, "policy": score}}, ["policy", "none"])
+    assert "a.sumocfg" in table and table.count("1.50 ± 0.25") == 2 and report.variant_table({}, ["policy"]) == []
+    save_tracks(tmp_path / "one.npz", run.recorded, 1.0, 5, "corridor.lanes=3 <b>")
+    text = "".join(time_space(*load_tracks(tmp_path / "one.npz")))
+    assert "seed 5 of corridor.lanes=3 &lt;b&gt;; the same" in text
+    assert 50 < int(re.search(r"\((\d+) % of all vehicles and steps", text)[1]) < 100  # the rest are on the ramps
 
 
 def test_time_space_diagrams_of_all_controllers_as_a_picture(run, tmp_path):
