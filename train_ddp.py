@@ -30,7 +30,7 @@ from data.dataset import BlockSampler, ChunkedDataset, bad_rows
 from data.layout import DataError
 from data.loading import StreamingDataset, make_loader, windows
 from data.location import open_data
-from data.settings import processed_folder
+from data.settings import processed_folder, traffic_hash
 from env.traffic_env import check_scenario
 from env.workers import WorkerError, make_pool
 from models import objectives, risk_gnn
@@ -228,7 +228,7 @@ def phase3(cfg, team, guard):
     per_episode = math.ceil(cfg.env.episode_steps / p.fragment_length)  # epochs
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
                                     costs=[])
-    progress.resume(begun)
+    progress.resume(begun, traffic_hash(cfg))
     if p.risk_weight:
         model.safety_shield.risk_trained.fill_(True)  # from now on it has a say
     metrics, module = open_records(progress, p.epochs), wrap(objective, team, cfg.ddp)

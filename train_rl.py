@@ -25,6 +25,7 @@ import torch
 from configs import ConfigError
 from configs.command_line import parse
 from coordinator import Stop, run_step
+from data.settings import traffic_hash
 from env.baselines import make_baseline
 from env.traffic_env import check_scenario
 from env.workers import make_pool
@@ -133,7 +134,7 @@ def learner(cfg, team, folder):
     optimizer = torch.optim.Adam(model.controller.parameters(), cfg.phase2.lr)
     progress = Progress(cfg, team, folder / "phase2", model, optimizer, precision.scaler)
     progress.counters["curriculum"] = curriculum.START
-    progress.resume(begun)
+    progress.resume(begun, traffic_hash(cfg))
     if cfg.phase2.curriculum.enabled:
         curriculum.check(progress.counters["curriculum"], len(cfg.env.suite), folder / "phase2")
     return progress, precision

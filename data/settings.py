@@ -30,13 +30,24 @@ def raw_settings(cfg):
     no_matter = ("scenario", "backend", "recycle_episodes", "speed_mode", "terminate_on_collision")
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     near = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
-    names = sorted(set(sum(scenarios_by_variant(cfg), [])))
-    sections = {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in names}
+    sections = scenario_settings(cfg, set(sum(scenarios_by_variant(cfg), [])))
     return {"version": VERSION, "sumo": version("eclipse-sumo"), "seed": traffic_seed(cfg),
             "features": [*graph.NODE, *graph.EDGE, *graph.GLOBAL, *graph.SURROUND],
             "env": env, "shield": cfg.shield.enabled, "scenario": sections,
             "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": near,
             "data": {**data, "scenarios": scenarios(cfg)}}
+
+
+def scenario_settings(cfg, names):
+    """{name of a scenario: its section of the configuration, or the hashes of a user's files}."""
+    return {name: asdict(getattr(cfg, name)) if hasattr(cfg, name) else scenario_hashes(name) for name in sorted(names)}
+
+
+def traffic_hash(cfg):
+    """Of all that decides which traffic phases 2 and 3 meet, for `Progress.resume`."""
+    scenarios = scenario_settings(cfg, {variant.env.scenario for variant in cfg.variants()})
+    content = [scenarios, asdict(cfg.driver), cfg.env.scenario, cfg.env.suite, cfg.env.demand_scale, cfg.env.icv_share]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def scenario_hashes(config):

@@ -69,8 +69,7 @@ def check_moments(optimizer):
     for parameter, moments in optimizer.state.items():
         for name, value in moments.items():
             if torch.is_tensor(value) and (value.dim() and value.shape != parameter.shape or value.isnan().any()):
-                raise ValueError(f"optimizer: {name} of shape {list(value.shape)} for a parameter of shape "
-                                 f"{list(parameter.shape)}, or with NaN in it")
+                raise ValueError(f"optimizer: {name} {list(value.shape)} for parameter {list(parameter.shape)}, or NaN")
 
 
 COUNTERS = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf, "lr_factor": 1.0,
@@ -90,10 +89,10 @@ class Progress:
             self.locks = claim_phase(folder)  # held until this process ends
             profile_steps(optimizer, cfg.profile, folder)
 
-    def resume(self, begun=None):
-        """Continue from the newest complete checkpoint; returns False when there is none. `begun`: what the phase would
-        begin from now (`first_weights`)."""
-        self.counters["begun"] = begun
+    def resume(self, begun=None, traffic=None):
+        """Continue from the newest complete checkpoint; False when there is none. What the phase would begin with now:
+        weights `begun` (`first_weights`), `traffic` (data.settings.traffic_hash)."""
+        self.counters.update(begun=begun, traffic=traffic)
         state = checkpoint.load(self.folder)
         counters = (state or {}).get("counters")
         seen = self.team.gather(str(counters.get("updates")) if isinstance(counters, dict) else None)
@@ -113,7 +112,7 @@ class Progress:
             if self.anchor is not None and "anchor" in state:
                 self.anchor.load_state_dict(state["anchor"])
             kinds = {name: (int, float) if isinstance(own, (int, float)) else type(own)
-                     for name, own in self.counters.items() if name in counters and name != "begun"}
+                     for name, own in self.counters.items() if name in counters and name not in ("begun", "traffic")}
             if (not all(isinstance(counters[name], kind) and counters[name] == counters[name]  # no NaN
                         for name, kind in kinds.items()) or not isinstance(counters["updates"], int)):
                 raise ValueError(f"counters {counters}")
@@ -128,9 +127,11 @@ class Progress:
             raise checkpoint.CheckpointError(f"{self.folder}: cannot be continued from, incomplete or of another "
                                              f"program: {type(error).__name__} {error}") from None
         self.team.say(f"resumed from {self.folder} (epoch {counters['epoch']}, {counters['updates']} updates)")
-        if begun != self.counters["begun"] is not None:
-            self.team.say(f"NOTE: {self.folder} began from {self.counters['begun']}, and does not learn from what is "
-                          f"there now ({begun}); coordinator.py --from-phase {self.folder.name[-1]} begins it anew")
+        c, anew = self.counters, f"; coordinator.py --from-phase {self.folder.name[-1]} begins it anew"
+        if begun != c["begun"] is not None:
+            self.team.say(f"NOTE: {self.folder} began from {c['begun']}, not from what is there now, {begun}{anew}")
+        if traffic != c["traffic"] is not None:
+            self.team.say(f"NOTE: {self.folder} began with another scenario, or its files, demand or drivers{anew}")
         return True
 
     def begin_data(self, name, epochs):

@@ -340,7 +340,7 @@ def test_moments_that_are_no_numbers_are_refused(tmp_path):
     state = checkpoint.load(tmp_path)
     next(iter(state["optimizer"]["state"].values()))["exp_avg"].fill_(float("nan"))
     checkpoint.save(tmp_path, 2, state)
-    with pytest.raises(checkpoint.CheckpointError, match="exp_avg .* with NaN in it"):
+    with pytest.raises(checkpoint.CheckpointError, match="exp_avg .*, or NaN"):
         trainee(tmp_path, 2)[0].resume()
 
 

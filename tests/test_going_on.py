@@ -17,6 +17,7 @@ import train_ddp
 import train_rl
 from configs import load_config
 from configs.files import write_whole
+from data.settings import traffic_hash
 from env.sumo import free_port
 from runtime import checkpoint
 from runtime.checkpoint import SaveError
@@ -158,6 +159,26 @@ def test_a_phase_says_so_when_it_began_from_something_else(tmp_path, capsys):
     trainee(tmp_path / "phase2", 2)[0].resume("phase 1, epoch 5, 50 updates")
     assert "began from phase 1, epoch 0, 1 updates" in (out := capsys.readouterr().out) and "--from-phase 2" in out
     assert len(said) == 1 and begun == "phase 1, epoch 0, 1 updates"
+
+
+def test_a_phase_says_so_when_the_traffic_is_another_one(tmp_path, capsys):
+    """Phases 2 and 3 were finished, or went on, on a network that they had never seen, without a word."""
+    text = '<configuration><input><route-files value="r.xml"/></input></configuration>'
+    (tmp_path / "my.sumocfg").write_text(text), (tmp_path / "r.xml").write_text("<routes/>")
+    cfg = load_config("configs/smoke.yaml", [f"env.scenario={tmp_path / 'my.sumocfg'}"])
+    seen = [traffic_hash(cfg)]
+    cfg.env.max_vehicles, cfg.corridor.main_flow = 99, 1.0  # no matter there
+    seen.append(traffic_hash(cfg))
+    for flows in ("<routes> </routes>", "<routes/>"):
+        (tmp_path / "r.xml").write_text(flows)
+        seen.append(traffic_hash(cfg))
+    cfg.env.suite = ["same", "driver.tau=2"]
+    assert seen[0] == seen[1] == seen[3] != seen[2] and traffic_hash(cfg) != seen[0]
+    for traffic, said in ((seen[0], False), (seen[0], False), (seen[2], True), (seen[2], True)):
+        phase, _ = trainee(tmp_path / "phase3", 1)
+        phase.resume(None, traffic)
+        assert ("--from-phase 3 begins it anew" in capsys.readouterr().out) == said
+        phase.save()
 
 
 def test_best_epoch_is_named_after_a_crash_before_its_name_was_written(tmp_path, monkeypatch):
