@@ -358,7 +358,7 @@ def test_moments_of_another_shape_are_refused(tmp_path):
     state = checkpoint.load(tmp_path)
     state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3, 5)
     checkpoint.save(tmp_path, 2, state)
-    with pytest.raises(CheckpointError, match=r"exp_avg of shape \[3, 5\] for a parameter"):
+    with pytest.raises(CheckpointError, match=r"exp_avg \[3, 5\] for parameter \["):
         trainee(tmp_path, 2)[0].resume()
 
 
