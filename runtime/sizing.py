@@ -50,6 +50,8 @@ def recommend(cfg, speed, available_gb):
     most = max(1, min(speed.cores, int((available_gb - 2 - 2 * speed.gpus) / (0.04 + 0.06 * envs))))
     rates = {n: env_rate(speed, n, envs, learners) for n in range(learners, max(most, learners) + 1, learners)}
     workers = next(n for n, rate in rates.items() if rate >= GAIN * max(rates.values()))
+    if envs * workers * cfg.phase2.fragment_length > cfg.phase2.train_batch_size:
+        envs = min(envs, cfg.rollout.num_envs_per_worker)  # more would collect more than an iteration asks for
     train = cfg.data.samples * (1 - cfg.data.held_out) / learners
     return {"rollout.num_workers": workers, "rollout.num_envs_per_worker": envs,
             "data.processes": min(speed.cores, 32), "evaluate.workers": min(speed.cores, len(cfg.evaluate.seeds)),

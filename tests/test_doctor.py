@@ -160,6 +160,14 @@ def test_advice_fits_the_machine():
     assert recommend(cfg, speed(), 64)["rollout.num_envs_per_worker"] == 1
 
 
+def test_more_environments_are_not_advised_where_an_iteration_would_collect_more():
+    """With configs/quick.yaml a second environment a worker doubled the time of phase 2, and was recommended."""
+    cfg, two = load_config("configs/quick.yaml"), speed(cores=2, gpus=0)
+    assert recommend(cfg, two, 64)["rollout.num_envs_per_worker"] == cfg.rollout.num_envs_per_worker == 1
+    cfg.phase2.train_batch_size *= 2
+    assert recommend(cfg, two, 64)["rollout.num_envs_per_worker"] == 2
+
+
 def test_expected_time_by_hand():
     cfg = load_config("configs/default.yaml", ["data.samples=1280", "data.held_out=0.5", "env.horizon_s=100",
                                                "data.samples_per_episode=128", "data.processes=4", "phase1.epochs=3",
