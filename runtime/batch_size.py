@@ -2,6 +2,7 @@
 import contextlib
 import ctypes
 import gc
+import math
 
 import torch
 
@@ -37,6 +38,8 @@ def search(measure, batch, most):
         tried[batch] = measure(batch)
         batch = min(next_batch(batch, tried[batch]), most)
     fits = [b for b, share in tried.items() if share is not None and share <= 0.90]
+    if not fits and (tried.get(1) or math.inf) <= 1:
+        fits = [1]  # tight, but there is no smaller one
     if not fits:
         raise ConfigError(f"not even a micro-batch of {min(tried)} fits into the memory; use model.preset=small, or "
                           "fewer data.vehicles or data.history")

@@ -363,6 +363,7 @@ def test_search_ends_at_a_batch_that_fits(capacity, start, most, expected):
 def test_search_says_when_nothing_fits():
     with pytest.raises(ConfigError, match="micro-batch of 1"):
         search(lambda batch: None, 32, 100)
+    assert search(lambda batch: 0.95 * batch, 4, 100) == (1, 0.95)  # tight, but "not even 1 fits" was wrong
 
 
 @pytest.mark.parametrize("fails_at, expected", [(math.inf, 40), (40, 32)])
