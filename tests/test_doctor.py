@@ -68,6 +68,7 @@ def test_folder_that_is_closed_to_us_is_no_traceback(monkeypatch, tmp_path):
 
 def test_kernel_tells_wsl2_from_others():
     assert machine.wsl2(WSL)[0] and not machine.wsl2("4.4.0-19041-Microsoft")[0]
+    assert machine.wsl2("4.19.128-microsoft-standard")[0]  # of older kernels the name does not say WSL2: "is WSL1"
     assert machine.wsl2("6.8.0-45-generic") == (False, [])
 
 

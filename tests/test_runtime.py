@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from configs import Config, ConfigError
+from data.layout import Shape
 from models.presets import PRESETS
 from models.risk_gnn import RiskGNN
 from runtime import batch_size
@@ -368,10 +369,13 @@ def test_search_says_when_nothing_fits():
 
 @pytest.mark.parametrize("fails_at, expected", [(math.inf, 40), (40, 32)])
 def test_the_rank_with_the_fullest_memory_decides_the_batch_size(fails_at, expected, monkeypatch):
-    monkeypatch.setattr(batch_size, "memory_share", lambda step, batch, device, budget: len(batch["mask"]) / 100)
+    cfg, seen = Config(), []
+    monkeypatch.setattr(batch_size, "memory_share", lambda step, batch, device, budget: seen.append(
+        batch["edges"].shape[3]) or len(batch["mask"]) / 100)
     said, other = [], lambda own: None if 100 * own >= fails_at else 2 * own
     team = SimpleNamespace(world=2, local_world=2, device=CPU, say=said.append, gather=lambda own: [own, other(own)])
-    batch_size.find_batch_size(Config(), team, None, 8.0)
+    batch_size.find_batch_size(cfg, team, None, 8.0)
+    assert set(seen) == {Shape.of(cfg).k}  # an eighth fewer neighbours were tried than are trained on
     assert said[-1].startswith(f"phase1.batch_size={expected} uses {2 * expected}% "), said
 
 
