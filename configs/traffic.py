@@ -98,6 +98,8 @@ class AdviceConfig:
     below: float = opt(20.0, "only where the mean ahead is lower, m/s", low=0)
     above: float = opt(0.0, "and higher than this, m/s: in a jam that is there advice only costs", low=0)
     brake: float = opt(1.5, "strongest braking of the speed advice, m/s^2", low=0, high=3)
+    behind_m: float = opt(0.0, "not for ICVs that have somebody 1 m/s slower so near in front, m: they will brake "
+                               "anyway; 0 = for them too", low=0, high=200)
     accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
     meter_brake: float = opt(0.0, "braking of ICVs on a ramp, m/s^2, 0 = no ramp metering", low=0, high=3)
     meter_above: float = opt(8.9, "only of those that are faster, m/s", low=0)

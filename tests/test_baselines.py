@@ -243,7 +243,7 @@ def test_brake_of_a_rule_is_sent_and_negative_slots_are_no_command(monkeypatch, 
 # ---- advice -----------------------------------------------------------------------------------------------------
 
 def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
-            room=None, above=0.0, cruise=None, lane=0):
+            room=None, above=0.0, cruise=None, lane=0, behind_m=0.0):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -260,12 +260,13 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
         slows = gain > 0 and v > mean + margin and above < mean < below
         slows = slows and not moves  # who moves over keeps the driver's speed
         wanted = min(max(gain * (mean + offset - v), -brake), accel) if slows else None
+        told = moves or slows and not (near["lead_gap"] < behind_m and near["lead_speed"] < v - 1)
         if meter and not near["has_left"] and not near["has_right"] and near["merge_distance"] < 500 and (
                 v > faster and behind < slower):
-            wanted, slows = min(-meter, 99 if wanted is None else wanted), True
+            wanted, slows, told = min(-meter, 99 if wanted is None else wanted), True, True
         if not (moves or slows) and cruise is not None and v > cruise - 2.6 and column(o, "lane")[i] >= lane:
             out.append(((2, -near["lead_gap"]), int(i), min(max(0.3 * (cruise - v), -0.75), 0.3), False))
-        if moves or slows:
+        if told:
             out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
     return sorted(out)
 
@@ -297,8 +298,9 @@ def test_advice_against_the_rule_for_one_vehicle(name, numbers, k):
 @pytest.mark.parametrize("name, numbers, setting, without, limit", [
     ("lane_advice", (314, 1, 0.26, 0, 0, 0, 20, 1.5, 1), "gap_m=20", "gap_m=0", {"room": 20}),
     ("speed_advice", (259, 3, 0.26, 1.04, -0.35, 0.7, 20.1, 1.76, 1), "above=13", "above=0", {"above": 13}),
-    ("harmonise", HARMONISE, "cruise_lane=1", "cruise_lane=0", {"lane": 1})],
-    ids=["waits_for_a_gap", "leaves_a_jam_alone", "leaves_the_right_lane_alone"])
+    ("harmonise", HARMONISE, "cruise_lane=1", "cruise_lane=0", {"lane": 1}),
+    ("harmonise", HARMONISE, "behind_m=60", "behind_m=0", {"behind_m": 60})],
+    ids=["waits_for_a_gap", "leaves_a_jam_alone", "leaves_the_right_lane_alone", "leaves_who_brakes_anyway_alone"])
 def test_advice_to_fewer(name, numbers, setting, without, limit):
     """With the setting some of those advised without it are left out, and nobody is new. (Half of the gaps that
     `traffic` draws are shorter than 20 m.)"""
