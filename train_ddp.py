@@ -154,14 +154,14 @@ def phase1(cfg, team, guard):
 
 def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch):
     """The rest of one epoch. Returns its means, or None when it must stop and everything is saved."""
-    p, c, logs, start, begin = cfg.phase1, progress.counters, [], time.perf_counter(), progress.counters["samples"]
-    left_out = 0
+    p, c, logs, start, seen, left_out = cfg.phase1, progress.counters, [], time.perf_counter(), 0, 0
     size = team.world * p.batch_size * p.accumulation  # samples of an optimiser step
     for batches in windows(loader, p.accumulation, p.loader.drop_last):
         bad = sum((bad_rows(loader.dataset, one) for one in batches if one["bad"].any()), [])
         window = [prepare(to_device(one, team.device), cfg.data.future) for one in batches]
-        count, anywhere = team.all_sum([sum(int(w["target_valid"].sum()) for w in window), len(bad)])
-        left_out += int(anywhere)
+        count, anywhere, read = team.all_sum([sum(int(w["target_valid"].sum()) for w in window), len(bad),
+                                              sum(len(one["bad"]) for one in batches)])
+        seen, left_out = seen + read, left_out + int(anywhere)
         if anywhere:
             leave_out(cfg, team, bad)
         step = c["epoch"] * per_epoch + c["samples"] // size  # in steps of now: those of `updates` may have been others
@@ -178,7 +178,6 @@ def train_epoch(cfg, team, guard, progress, module, loader, precision, per_epoch
             return progress.save()
     if not logs:  # stopped exactly at the end of this epoch
         return {}
-    seen = min(c["samples"], len(loader.dataset)) - begin  # the last batch may be a part of one
     return {**mean_logs(team, logs), "samples_per_s": seen / (time.perf_counter() - start), "not_finite": left_out,
             "loss_scale": precision.scaler.get_scale(), "lr": progress.optimizer.param_groups[0]["lr"]}
 

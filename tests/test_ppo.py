@@ -294,7 +294,7 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     assert not made[0].model.safety_shield.risk_trained  # nor does a head that nothing is taught strike commands
     # Continued with a higher weight: what was loaded, a head that nobody had taught, silenced it for good.
     monkeypatch.setattr(train_ddp.Progress, "resume",
-                        lambda self, begun: self.model.safety_shield.risk_trained.fill_(False))
+                        lambda self, begun, traffic: self.model.safety_shield.risk_trained.fill_(False))
     with pytest.raises(ZeroDivisionError):
         train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
                                                             "evaluate.accel_limit=0.5"]),
