@@ -45,8 +45,8 @@ def scenario_settings(cfg, names):
 
 def traffic_hash(cfg):
     """Of all that decides which traffic phases 2 and 3 meet, for `Progress.resume`."""
-    scenarios = scenario_settings(cfg, {variant.env.scenario for variant in cfg.variants()})
-    content = [scenarios, asdict(cfg.driver), cfg.env.scenario, cfg.env.suite, cfg.env.demand_scale, cfg.env.icv_share]
+    content = [[*scenario_settings(one, [one.env.scenario]).values(), asdict(one.driver), one.env.demand_scale,
+                one.env.icv_share] for one in cfg.variants()]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 

@@ -1,7 +1,6 @@
 """Risk-sensitive graph network: attention whose logits carry a bias from each edge's danger (TTC, THW).
 
-The bias is learned with the rest, and nothing makes it grow with the danger: in policies/scenes the closest to a
-collision have more weight in all layers, in policies/suite less in the first one and about as much in the others.
+The bias is learned with the rest: nothing makes it grow with the danger.
 """
 import torch
 import torch.nn.functional as F
@@ -112,7 +111,7 @@ class RiskGNN(nn.Module):
         where = neighbours.long().masked_fill(none, nodes.shape[1])
         speed = nodes[..., SPEED].float()
         code = F.silu(self.edge(edge_inputs(edges, surround[..., 0].float(), surround[..., 1].float() - speed)))
-        # What the edges say reaches the vehicle with a weight by risk, which is learned: nothing makes it grow with it.
+        # What the edges say reaches the vehicle with a weight by risk.
         weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
         around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)
         x = self.node(torch.cat([self.normalize(nodes), surround_inputs(surround, speed), around], -1))

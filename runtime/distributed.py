@@ -117,8 +117,7 @@ def start_team(run, ddp, rollout_workers=0, stop=None):
             signal.raise_signal(stop.number)
         timeout = timedelta(seconds=ddp.timeout_s)  # for ranks that may never come
         store = attempts_store(rank, world, timeout) if world == local_world else None
-        alone = {} if store is None else {"store": store, "rank": rank, "world_size": world}
-        dist.init_process_group(backend, timeout=timeout, **alone)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
         for number, handler in before:
             signal.signal(number, handler)
     return Team(rank, world, local_rank, local_world, device)

@@ -101,13 +101,7 @@ def doubts(rows, scenario, reward=None):
         found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "
                      f"below {CALM:g}); S_stability and S_total divide by that: look at sigma_v and abs_a themselves")
     alone, driven = ([row for row in rows if (row["controller"].split()[0] == "none") == free] for free in (1, 0))
-    came = {_traffic(row): row["departed"] for row in alone}
-    for name in dict.fromkeys(row["controller"] for row in driven):
-        mine = [row for row in driven if row["controller"] == name]
-        kept_off = sum(came.get(_traffic(row), 0) - row["departed"] for row in mine) / len(mine)
-        if kept_off > OUTSIDE * np.mean([row["loaded"] for row in mine]):
-            found.append(f"{scenario}: with {name}, {kept_off:.0f} vehicles an episode more than without control wait "
-                         "outside at its end; mean_speed, sigma_v and abs_a do not see them, only arrived does")
+    found += kept_outside(alone, driven, scenario)
     if crashes := sum(row["collisions"] for row in alone):
         found.append(f"{scenario}: {crashes} collisions in {len(alone)} episodes without control: SUMO's own drivers "
                      "collide here. In training a collision ends the episode and costs reward: "
@@ -119,9 +113,18 @@ def doubts(rows, scenario, reward=None):
     return found
 
 
-def _traffic(row):
-    """What a row shares with that without control: the seed, the variant, and what a sweep has changed."""
-    return row["seed"], row.get("variant"), row["controller"].partition(" ")[2]
+def kept_outside(alone, driven, scenario):
+    """[a sentence] of each controller of the `driven` rows that lets fewer vehicles onto the road than come in the
+    paired rows `alone`, without control."""
+    def traffic(row):  # the last: what a sweep has changed
+        return row["seed"], row.get("variant"), row["controller"].partition(" ")[2]
+    came, kept = {traffic(row): row["departed"] for row in alone}, {}
+    for row in driven:
+        kept.setdefault(row["controller"], []).append((came.get(traffic(row), 0) - row["departed"], row["loaded"]))
+    means = {name: np.mean(numbers, 0) for name, numbers in kept.items()}
+    return [f"{scenario}: with {name}, {outside:.0f} vehicles an episode more than without control wait outside at its "
+            "end; mean_speed, sigma_v and abs_a do not see them, only arrived does"
+            for name, (outside, loaded) in means.items() if outside > OUTSIDE * loaded]
 
 
 def misfits(rows, scenario, reward):
