@@ -129,13 +129,13 @@ def phase1(cfg, team, guard):
     c, metrics, stage = progress.counters, open_records(progress, p.epochs), None
     augmented = AugmentedDataset(train, p.augment, cfg.run.seed)
     loader = make_loader(augmented, sampler, p.loader, pin_memory=team.device.type == "cuda")
-    guard.caches = [train.open.drop_copies, held_out.open.drop_copies]
+    guard.phase, guard.caches = p, [train.open.drop_copies, held_out.open.drop_copies]
     while c["epoch"] < p.epochs:
         before, stage = stage, 1 if c["epoch"] < p.stage1_epochs else 2
         if stage != before:
             for q in model.world_model.stage2_parameters():
                 q.requires_grad_(stage == 2)  # DDP must not wait for parameters that this stage does not use
-            module = wrap(WorldModelLoss(model, stage, p.checkpointing), team, cfg.ddp)
+            module = wrap(WorldModelLoss(model, stage, p), team, cfg.ddp)
         # The position is kept in samples of all ranks together, so another number of ranks continues at the same one.
         if not c["samples"]:
             c["window"] = cfg.data.open_chunks  # the order of an epoch depends on it; an interrupted one keeps its own
@@ -214,6 +214,7 @@ def leave_out(cfg, team, bad):
 def phase3(cfg, team, guard):
     """Maximise reward subject to C_int <= limit; the GNN stays frozen, its embeddings come from the rollout."""
     p, r, folder = cfg.phase3, cfg.rollout, run_folder(cfg, team)
+    guard.phase = p
     check_scenario(cfg, folder / "scenario")
     model = TrafficModel(cfg).to(team.device)
     begun = first_weights(model, cfg, folder, (2, 1), team.say)
@@ -323,7 +324,7 @@ def try_batches(cfg, team, budget_gb):
     p, model = cfg.phase1, TrafficModel(cfg).to(team.device)
     model.freeze("controller", "safety_shield")
     optimizer, precision = torch.optim.AdamW(model.parameters()), Precision(p.amp, team.device)
-    module = WorldModelLoss(model, 2, p.checkpointing)
+    module = WorldModelLoss(model, 2, p)
     step = lambda batch: optimiser_step(module, [(batch, 1e3)], optimizer, precision, p.clip_norm)  # noqa: E731
     find_batch_size(cfg, team, step, budget_gb)
 

@@ -42,7 +42,11 @@ def losses(model, cfg, batch):
         state = world.initial_state(len(embedding), embedding.shape[2])
         memory = world.sequence(embedding, state, batch["fresh"], on)
         return world_model_loss(world, memory, batch, 1000.0, checkpointing=on)[0]
-    return {"world model": sequences, "phase 1": lambda on: WorldModelLoss(model, 2, on)(batch, 1000.0)[0]}
+
+    def phase1(on):
+        cfg.phase1.checkpointing = on
+        return WorldModelLoss(model, 2, cfg.phase1)(batch, 1000.0)[0]
+    return {"world model": sequences, "phase 1": phase1}
 
 
 def timed(loss, on):

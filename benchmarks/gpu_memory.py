@@ -42,7 +42,7 @@ def cases(cfg, device):
         model = TrafficModel(cfg).to(device)
         model.freeze("controller", "safety_shield")
         data = random_batch(batch, cfg, torch.Generator().manual_seed(0))
-        yield (f"phase 1, {batch} samples", WorldModelLoss(model, 2, cfg.phase1.checkpointing),
+        yield (f"phase 1, {batch} samples", WorldModelLoss(model, 2, cfg.phase1),
                ({name: value.to(device) for name, value in data.items()}, 1e3))
     for vehicles in VEHICLES:
         for cfg.phase3.checkpointing in (True, False):

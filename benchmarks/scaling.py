@@ -45,7 +45,7 @@ def seconds_per_step(team, cfg, samples, accumulation):
     model.freeze("controller", "safety_shield")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-4)
     precision = Precision(cfg.phase1.amp, team.device, team.any)
-    module = wrap(WorldModelLoss(model, 2), team, cfg.ddp)
+    module = wrap(WorldModelLoss(model, 2, cfg.phase1), team, cfg.ddp)
     batch = random_batch(samples, cfg, torch.Generator().manual_seed(team.rank))
     window, times = [(batch, float(batch["target_valid"].sum()))] * accumulation, []
     for _ in range(WARM_UP + STEPS):

@@ -170,7 +170,7 @@ class MemoryConfig:
     split: int = opt(1, "parts of a micro-batch, their gradients summed: less memory, the same global batch", low=1,
                      high=64)
     gpu_soft_gb: float = opt(20.0, "GPU memory reserved by a learner above which PyTorch's cache is emptied, GB", low=0)
-    gpu_hard_gb: float = opt(21.0, "above it `split` is doubled for the rest of the run, GB", low=0)
+    gpu_hard_gb: float = opt(21.0, "above it `split` doubles or `checkpointing` goes on, for the run, GB", low=0)
     gpu_fraction: float = opt(0.0, "limit of a learner's share of its GPU, 0 = none", low=0, high=1)
 
 

@@ -22,12 +22,13 @@ CONFLICT_WEIGHT = 3.0  # conflicts are rare: unweighted, their part of the share
 
 
 class WorldModelLoss(nn.Module):
-    """Phase 1. `stage` 1 trains the next state, 2 also the next H states and the conflict probability."""
+    """Phase 1. `stage` 1 trains the next state, 2 also the next H states and the conflict probability. `cfg`: settings
+    of the phase, read at each call: the memory guard may switch `checkpointing` on."""
 
-    def __init__(self, model, stage, checkpointing=False):
+    def __init__(self, model, stage, cfg):
         super().__init__()
         self.gnn, self.world_model = model.risk_gnn, model.world_model
-        self.stage, self.checkpointing = stage, checkpointing
+        self.stage, self.cfg = stage, cfg
 
     def forward(self, batch, count):
         """batch: see `prepare`. Returns (loss, dictionary of predictions)."""
@@ -35,8 +36,8 @@ class WorldModelLoss(nn.Module):
         flat = [batch[name].flatten(0, 1) for name in INPUTS]
         embedding = self.gnn(*flat).unflatten(0, frames)
         state = self.world_model.initial_state(frames[0], flat[0].shape[1], device=embedding.device)
-        memory = self.world_model.sequence(embedding, state, batch["fresh"], self.checkpointing)
-        return world_model_loss(self.world_model, memory, batch, count, self.stage, self.checkpointing)
+        memory = self.world_model.sequence(embedding, state, batch["fresh"], self.cfg.checkpointing)
+        return world_model_loss(self.world_model, memory, batch, count, self.stage, self.cfg.checkpointing)
 
 
 def predictions(world_model, memory, speed, stage):

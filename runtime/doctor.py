@@ -119,7 +119,7 @@ def measure(cfg, tell):
              f"({device.type})")
         later = learning_lines(cfg, team, model, pool, autocast)
     torch.set_num_threads(threads_per_process(cfg.run.threads, ranks))  # no simulators beside phase 1
-    learn = [learning(cfg.phase1, team, model, WorldModelLoss(model, 2, cfg.phase1.checkpointing), (4, 16), lambda n: (
+    learn = [learning(cfg.phase1, team, model, WorldModelLoss(model, 2, cfg.phase1), (4, 16), lambda n: (
         to_device(random_batch(n, cfg, torch.Generator().manual_seed(0)), device), 1e3)), *later]
     for phase, line, n, unit in zip((1, 2, 3), learn, (32, 128, 8), ("samples", "control steps", "sequences")):
         tell(f"learn      phase {phase}: {n / line(n):.3g} {unit}/s in micro-batches of {n} ({device.type})")

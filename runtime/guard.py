@@ -72,7 +72,8 @@ def gpu_facts(device):
 
 
 class MemoryGuard(Sampler):
-    """See above. Functions in `caches` are called to drop what can be read again."""
+    """See above. Functions in `caches` are called to drop what can be read again. `phase`: settings of the phase that
+    learns, in which gradient checkpointing may be switched on."""
 
     def __init__(self, cfg, team, stop):
         super().__init__(cfg.memory.every_s)
@@ -83,7 +84,7 @@ class MemoryGuard(Sampler):
         self.gpu = team.device if team.device.type == "cuda" else None
         if self.gpu and m.gpu_fraction:
             torch.cuda.set_per_process_memory_fraction(m.gpu_fraction, self.gpu)
-        self.gpu_pause, self.memory, self.table = 0.0, {}, ""
+        self.gpu_pause, self.memory, self.table, self.phase = 0.0, {}, "", None
         self.lock = threading.Lock()
         if team.local_rank == 0:
             self.start()
@@ -131,17 +132,29 @@ class MemoryGuard(Sampler):
         return fewer
 
     def _mind_gpu(self):
-        """Empty the cache above the first threshold, cut micro-batches in two above the second; then wait and see."""
+        """Empty the cache above the first threshold, learn with less above the second; then wait and see."""
         m, reserved = self.settings, torch.cuda.memory_reserved(self.gpu) / 2 ** 30  # GB that PyTorch keeps
         if reserved <= m.gpu_soft_gb or time.monotonic() < self.gpu_pause:
             return
         news, self.gpu_pause = not self.gpu_pause, time.monotonic() + m.every_s
-        if reserved > m.gpu_hard_gb and self.may_split and m.split < MOST_PARTS:
-            m.split, news = 2 * m.split, True  # whoever learns reads it there
+        news |= reserved > m.gpu_hard_gb and self._learn_with_less()
         torch.cuda.empty_cache()
         if news:  # not every few seconds where nothing more can be done
+            recomputed = ", activations recomputed" * getattr(self.phase, "checkpointing", False)
             print(f"rank {self.team.rank}: {reserved:.1f} GB of GPU memory reserved: cache emptied, micro-batches in "
-                  f"{m.split} parts", flush=True)
+                  f"{m.split} parts{recomputed}", flush=True)
+
+    def _learn_with_less(self):
+        """Cut micro-batches in two, then recompute activations, then cut again, all in the settings that who learns
+        reads. Returns whether there was anything left to do."""
+        m, recomputed = self.settings, getattr(self.phase, "checkpointing", True)
+        if self.may_split and m.split < MOST_PARTS and (m.split == 1 or recomputed):
+            m.split *= 2
+        elif not recomputed:
+            self.phase.checkpointing = True
+        else:
+            return False
+        return True
 
     def facts(self):
         """Memory for the metrics, now."""

@@ -91,7 +91,8 @@ def phase1_training(team, folder):
     cfg = config()
     cfg.phase1.accumulation = MICRO if team.world > 1 else 1
     model = fresh_model(cfg, "controller", "safety_shield")
-    module, precision = wrap(WorldModelLoss(model, 2), team, cfg.ddp), Precision(cfg.phase1.amp, team.device, team.any)
+    module = wrap(WorldModelLoss(model, 2, cfg.phase1), team, cfg.ddp)
+    precision = Precision(cfg.phase1.amp, team.device, team.any)
     progress = Progress(cfg, team, folder, model, sgd(model), precision.scaler)
 
     def epoch(batches, stop):

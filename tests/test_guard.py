@@ -249,24 +249,28 @@ def test_environments_in_this_process_are_not_given_up(pool_of):
 
 # ---- GPU memory, smaller micro-batches -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("static, expected", [(False, [1, 1, 1, 1, 2, 2, 4]), (True, [1] * 7)])
-def test_gpu_memory_empties_the_cache_then_cuts_micro_batches(guarded, monkeypatch, static, expected, capsys):
-    """After each measure the guard waits until it can have had an effect. PyTorch loses gradients when several
-    micro-batches meet ddp.static_graph. It said the same again every second where nothing more could be done."""
-    cfg, clock, parts = Config(), iter([100, 101, 102, 110, 120, 121, 130]), []
+@pytest.mark.parametrize("static, phase, expected", [
+    (False, 1, "1 1 1 1 2 2 2r 4r"), (True, 1, "1 1 1 1 1r 1r 1r 1r"), (False, 3, "1r 1r 1r 1r 2r 2r 4r 8r"),
+    (False, 2, "1 1 1 1 2 2 4 8"), (True, 2, "1 1 1 1 1 1 1 1")])
+def test_gpu_memory_empties_the_cache_then_learns_with_less(guarded, monkeypatch, static, phase, expected, capsys):
+    """After each measure (parts of a micro-batch, r = activations recomputed) the guard waits until it can have had an
+    effect. PyTorch loses gradients when several micro-batches meet ddp.static_graph. It said the same again every
+    second where nothing more could be done, and never recomputed anything."""
+    cfg, clock, measures = Config(), iter([100, 101, 102, 110, 120, 121, 130, 140]), []
     cfg.ddp.static_graph = static
-    readings, seen, emptied = iter([19.0, 20.5, 20.6, 20.7, 21.5, 21.5, 22.0]), [], []
+    readings, seen, emptied = iter([19.0, 20.5, 20.6, 20.7, 21.5, 21.5, 22.0, 22.0]), [], []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: seen.append(next(readings)) or seen[-1] * 2 ** 30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(seen[-1]))
     guard, _ = guarded(cfg=cfg)
-    guard.gpu = torch.device("cuda")
-    for _ in range(7):
+    guard.gpu, guard.phase = torch.device("cuda"), getattr(cfg, f"phase{phase}")
+    for _ in range(8):
         now = next(clock)
         monkeypatch.setattr(guard_module.time, "monotonic", lambda: now)
         assert not guard.must_stop()
-        parts.append(cfg.memory.split)
-    assert parts == expected and emptied == [20.5, 20.7, 21.5, 22.0]
-    assert re.findall(r"in (\d) parts", capsys.readouterr().out) == [str(n) for n in sorted(set(expected))]
+        measures.append(f"{cfg.memory.split}{'r' * getattr(guard.phase, 'checkpointing', False)}")
+    assert measures == expected.split() and emptied == [20.5, 20.7, 21.5, 22.0, 22.0]
+    said = re.findall(r"in (\d) parts(, act)?", capsys.readouterr().out)
+    assert [f"{n}{'r' * bool(recomputed)}" for n, recomputed in said] == list(dict.fromkeys(expected.split()))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 64])

@@ -13,6 +13,7 @@ import train_ddp
 from benchmarks import gpu_memory, prediction
 from benchmarks.checkpointing import saved_bytes
 from configs import load_config
+from configs.phases import Phase1Config
 from data.dataset import ChunkedDataset
 from models import objectives
 from models.losses import WorldModelLoss
@@ -162,7 +163,7 @@ def test_a_rank_without_rows_in_the_last_batch_has_gradients_of_zero(small, gath
     model = copy.deepcopy(small)
     model.risk_gnn.gather_above = gather_above
     batch = {name: x[:0] for name, x in sequences(small.world_model.horizon).items()}
-    loss, _ = WorldModelLoss(model, 2, checkpointing)(batch, 10.0)
+    loss, _ = WorldModelLoss(model, 2, Phase1Config(checkpointing=checkpointing))(batch, 10.0)
     loss.backward()
     gradients = [p.grad for part in (model.risk_gnn, model.world_model) for p in part.parameters()]
     assert loss == 0 and all(g is not None and not g.any() for g in gradients)
@@ -172,7 +173,7 @@ def test_checkpointing_changes_no_gradient_of_the_whole_loss(small):
     gradients = []
     for on in (False, True):
         model = copy.deepcopy(small)
-        loss, _ = WorldModelLoss(model, 2, on)(sequences(small.world_model.horizon), 10.0)
+        loss, _ = WorldModelLoss(model, 2, Phase1Config(checkpointing=on))(sequences(small.world_model.horizon), 10.0)
         loss.backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 30
