@@ -31,7 +31,8 @@ class PolicyController:
     def __init__(self, cfg, model, num_envs):
         self.k = model.controller.k = cfg.env.max_commands  # need not be that of training: more or fewer picks
         model.controller.accel_limit, model.safety_shield.cfg = cfg.evaluate.accel_limit, cfg.shield
-        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below)
+        self.driver = Driver(model, num_envs, cfg.env.max_vehicles, leave_below=cfg.evaluate.leave_below,
+                             leave_after=cfg.evaluate.leave_after)
         self.selection, self.sample, self.rng = cfg.evaluate.selection, cfg.evaluate.sample, {}
         self.limit, self.interval = cfg.evaluate.surprise_limit, cfg.env.control_interval
         self.merge_speed, self.fastest = cfg.evaluate.merge_speed, {}

@@ -39,8 +39,8 @@ from train_ddp import TROUBLES, USER_ERRORS
 
 SCORED = ("env.horizon_s", "env.terminate_on_collision")  # of training; scored episodes have their own
 COMMANDS_ONLY = ("env.max_commands", "env.speed_mode", "env.lane_change_mode", "evaluate.selection", "evaluate.sample",
-                 "evaluate.c_int_cap", "evaluate.leave_below", "evaluate.surprise_limit", "evaluate.accel_limit",
-                 "shield.", "baselines.")  # they change no traffic without control
+                 "evaluate.c_int_cap", "evaluate.leave_", "evaluate.surprise_limit", "evaluate.accel_limit", "shield.",
+                 "baselines.")  # they change no traffic without control
 
 
 def evaluate(cfg, controllers, seeds, models={}, folder=None, say=console.progress, known=(), given_up=None):

@@ -238,7 +238,7 @@ def phase3(cfg, team, guard):
         while c["epoch"] < p.epochs:
             if boundary:
                 driver = Driver(model, pool.num_envs, cfg.env.max_vehicles, team.device, autocast=precision.autocast,
-                                leave_below=cfg.evaluate.leave_below)
+                                leave_below=cfg.evaluate.leave_below, leave_after=cfg.evaluate.leave_after)
                 collector = Collector(pool, driver, cfg.run.seed, 3, team.rank * pool.num_envs, p.sequence_length)
                 collector.take_turns(len(cfg.env.suite), p.checkpoint_every)
                 collector.begin(c["epoch"])

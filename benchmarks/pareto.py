@@ -32,7 +32,7 @@ from train_ddp import USER_ERRORS
 # What a phase 3 does not depend on, but for the keys that it does.
 UNHEARD = ("run.", "baselines.", "data.", "ddp.", "rollout.", "phase1.", "phase3.epochs", "profile.", "memory.",
            "checkpoint.", "evaluate.", "coordinator.", "env.backend", "env.call_timeout_s", "env.start_timeout_s")
-HEARD = ("run.seed", "evaluate.accel_limit", "evaluate.leave_below")
+HEARD = ("run.seed", "evaluate.accel_limit", "evaluate.leave_below", "evaluate.leave_after")
 
 
 def folder_of(run, name):

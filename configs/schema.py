@@ -193,6 +193,7 @@ class EvaluateConfig:
     sample: bool = opt(False, "the policy's actions are drawn, as in training; false = the likeliest")
     leave_below: float = opt(0.0, "the policy leaves ICVs alone that are slower, m/s, or have slower traffic in the "
                              "next third of the road, 0 = none (in phase 3 too: its limit is on what is scored)", low=0)
+    leave_after: float = opt(1.0, "and those beyond that share of their way, 1 = none (in phase 3 too)", low=0, high=1)
     surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
                                 "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "
                                 "the last three minutes; 0 = it commands whatever its errors", low=0)
@@ -246,5 +247,4 @@ class Config:
 
     def variant_of(self, seed):
         """The configuration of the episode with this seed, as the environment chooses it."""
-        variants = self.variants()
-        return variants[seed % len(variants)]
+        return (variants := self.variants())[seed % len(variants)]

@@ -6,7 +6,7 @@ from torch import nn
 
 from models.controller import KEEP, Controller, acceleration, downstream_speeds, take
 from models.presets import PRESETS
-from models.risk_gnn import INPUTS, POSITION, SPEED, RiskGNN
+from models.risk_gnn import INPUTS, POSITION, PROGRESS, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
 from models.world_model import WorldModel
 
@@ -83,13 +83,13 @@ class Driver:
     """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot.
 
     `leave_below`: only ICVs may be picked that drive at least that many m/s, as the next third of the road does in the
-    mean.
+    mean; `leave_after`: nor those beyond that share of their way.
     """
 
     def __init__(self, model, num_envs, max_vehicles, device="cpu", autocast=contextlib.nullcontext,
-                 leave_below=0.0):
+                 leave_below=0.0, leave_after=1.0):
         self.model, self.device, self.max_vehicles = model, device, max_vehicles
-        self.autocast, self.leave_below = autocast, leave_below
+        self.autocast, self.leave_below, self.leave_after = autocast, leave_below, leave_after
         self.num_envs = num_envs
         self.state = model.world_model.initial_state(num_envs, max_vehicles, device=device)
 
@@ -107,6 +107,8 @@ class Driver:
             place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
             ahead = downstream_speeds(place, place, speed, obs["mask"])[..., -1]
             obs["icv"] = obs["icv"] & (torch.minimum(ahead, speed) >= self.leave_below)
+        if self.leave_after < 1:
+            obs["icv"] = obs["icv"] & (obs["nodes"][..., PROGRESS] <= self.leave_after)
         with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]

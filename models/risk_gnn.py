@@ -9,7 +9,7 @@ from torch import nn
 from models.presets import Normalizer, mlp
 
 NODE_FEATURES = 9
-POSITION, SPEED, ICV = 0, 2, 6  # columns of a node
+POSITION, SPEED, PROGRESS, ICV = 0, 2, 5, 6  # columns of a node
 URGENCY = 10.0  # s; times to collision are mostly long: unscaled, this input would hardly vary
 INPUTS = ("nodes", "surround", "edges", "neighbours", "mask")  # what `RiskGNN.forward` takes, in its order
 NODE_MEAN = [0.5, 0.5, 15.0, 0.0, 250.0, 0.5, 0.0, 0.0, 0.0]

@@ -286,10 +286,11 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(train_ddp.Collector, "begin", lambda self, epoch: 1 / 0)  # that is far enough
     with pytest.raises(ZeroDivisionError):
         train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
+                                                            "evaluate.leave_after=0.8",
                                                             "evaluate.accel_limit=0.5",
                                                             "phase3.world_model_weight=0",
                                                             "phase3.risk_weight=0"]),
-                         Team(0, 1, 0, 1, torch.device("cpu")), None)
+                         Team(0, 1, 0, 1, torch.device("cpu")), SimpleNamespace())
     assert not any(p.requires_grad for p in made[0].model.world_model.parameters())  # DDP would wait for gradients
     assert not made[0].model.safety_shield.risk_trained  # nor does a head that nothing is taught strike commands
     # Continued with a higher weight: what was loaded, a head that nobody had taught, silenced it for good.
@@ -297,10 +298,12 @@ def test_phase3_trains_with_the_limits_that_are_scored(tmp_path, monkeypatch):
                         lambda self, begun, traffic: self.model.safety_shield.risk_trained.fill_(False))
     with pytest.raises(ZeroDivisionError):
         train_ddp.phase3(load_config("configs/smoke.yaml", [f"run.folder={tmp_path}", "evaluate.leave_below=7",
+                                                            "evaluate.leave_after=0.8",
                                                             "evaluate.accel_limit=0.5"]),
-                         Team(0, 1, 0, 1, torch.device("cpu")), None)
+                         Team(0, 1, 0, 1, torch.device("cpu")), SimpleNamespace())
     assert made[1].model.safety_shield.risk_trained
-    assert [(driver.leave_below, driver.model.controller.accel_limit) for driver in made] == [(7, 0.5)] * 2
+    assert [(driver.leave_below, driver.leave_after, driver.model.controller.accel_limit)
+            for driver in made] == [(7, 0.8, 0.5)] * 2
 
 
 @pytest.mark.parametrize("skipped, moves", [(1.0, 0), (0.5, 1)])

@@ -16,7 +16,7 @@ from models.controller import (DOWNSTREAM, FREE_SPEED, HAS_LEFT, HAS_RIGHT, KEEP
                                Controller, ScaledValue, acceleration, downstream_speeds, plackett_luce)
 from models.policy import Driver
 from models.presets import PRESETS
-from models.risk_gnn import INPUTS, POSITION, SPEED
+from models.risk_gnn import INPUTS, POSITION, PROGRESS, SPEED
 
 SMALL = PRESETS["small"]
 
@@ -317,21 +317,21 @@ def test_driver_remembers_each_environment_by_itself(models):
     assert (driver.state == 0).all()
 
 
-def test_who_has_a_jam_ahead_or_is_in_one_cannot_be_picked(models):
-    """Against the mean of those ahead, one vehicle at a time; who has nobody ahead may be, unless he is slow himself.
-    Who left the queue before a level crossing was told not to accelerate, and kept it standing."""
-    driver, may = Driver(models["small"], 2, 40, leave_below=15.0), []
+def test_who_has_a_jam_ahead_or_is_in_one_or_about_to_leave_cannot_be_picked(models):
+    """With nobody ahead he may be. Who left a queue was told not to accelerate, and kept the queue standing."""
+    driver, may, late = Driver(models["small"], 2, 40, leave_below=15.0, leave_after=0.9), [], 0
     for seed in range(5):
         obs = observation(seed)
         seen = driver.perceive(obs, [0, 1])
         for env in range(2):
-            place, speed = (obs["nodes"][env, :9, column] for column in (POSITION, SPEED))
+            place, speed, progress = (obs["nodes"][env, :9, column] for column in (POSITION, SPEED, PROGRESS))
             front = [speed[(place > own) & (place <= own + DOWNSTREAM[-1])] for own in place]
             free = [i for i in np.flatnonzero(obs["icv"][env])
                     if speed[i] >= 15 and (not len(front[i]) or front[i].mean() >= 15)]
-            assert seen["slots"][env][seen["valid"][env]].tolist() == free
+            late += sum(progress[free] > 0.9)
+            assert seen["slots"][env][seen["valid"][env]].tolist() == [i for i in free if progress[i] <= 0.9]
             may.append(len(free) / obs["icv"][env].sum())
-    assert min(may) < 0.8 and max(may) > 0.5
+    assert min(may) < 0.8 and max(may) > 0.5 and late
 
 
 @torch.no_grad()
@@ -355,10 +355,11 @@ def test_accelerations_are_cut_to_the_limit(models):
 
 def test_policy_is_scored_with_the_limits_of_its_configuration():
     """Once with the shield of its training, whatever that of the rules beside it was told."""
-    cfg = load_config("configs/smoke.yaml", ["evaluate.leave_below=7", "evaluate.accel_limit=0.5", "shield.thw_s=5"])
+    settings = "evaluate.leave_below=7 evaluate.leave_after=0.8 evaluate.accel_limit=0.5 shield.thw_s=5"
+    cfg = load_config("configs/smoke.yaml", settings.split())
     driver = make_controller(cfg, "policy", {"policy": build("small")}, 1).driver
-    assert driver.model.safety_shield.cfg.thw_s == 5
-    assert (driver.leave_below, driver.model.controller.accel_limit) == (7, 0.5)
+    limits, model = (driver.leave_below, driver.leave_after), driver.model
+    assert (*limits, model.controller.accel_limit, model.safety_shield.cfg.thw_s) == (7, 0.8, 0.5, 5)
 
 
 def test_decisions_are_taken_on_what_is_stored(models):

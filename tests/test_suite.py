@@ -212,8 +212,8 @@ def test_sweeps_that_simulate_the_traffic_without_control_once(scenarios):
         return evaluate.evaluate(cfg, ["none"], [7], {}, scenarios, lambda *text: None)[0]
     changes = ("env.max_commands=1", "env.speed_mode=31", "env.lane_change_mode=512", "evaluate.selection=jam",
                "evaluate.sample=true", "evaluate.accel_limit=1", "evaluate.leave_below=5",
-               "evaluate.surprise_limit=0.1", "evaluate.c_int_cap=0.1", "shield.enabled=false",
-               "baselines.tuned.gain=0")
+               "evaluate.leave_after=0.9", "evaluate.surprise_limit=0.1", "evaluate.c_int_cap=0.1",
+               "shield.enabled=false", "baselines.tuned.gain=0")
     assert all(any(one.startswith(name) for one in changes) for name in evaluate.COMMANDS_ONLY)
     first = rows()
     assert first[0]["controlled_vehicle_steps"] == 0 and first[0]["departed"] > 5
