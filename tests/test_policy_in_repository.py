@@ -14,14 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_MB = 8
 
 
-@pytest.mark.parametrize("name, scenario, helps", [
-    ("suite", "corridor", lambda policy, none: policy["arrived"] > 0.97 * none["arrived"]),
-    ("scenes", "ring", lambda policy, none: policy["sigma_v"] < 0.8 * none["sigma_v"])])
-def test_policy_is_scored_by_one_command(name, scenario, helps, tmp_path):
-    """Two hundred seconds of one seed. What it is worth is in the README, from many more."""
-    command = [sys.executable, str(ROOT / "evaluate.py"), "--config", str(ROOT / "configs" / f"{name}.yaml"),
+@pytest.mark.parametrize("name, suite, scenario, seconds, helps", [
+    ("suite", "suite", "corridor", 200, lambda policy, none: policy["arrived"] > 0.97 * none["arrived"]),
+    ("thrifty", "suite", "corridor", 400, lambda policy, none: policy["arrived"] > none["arrived"]),
+    ("scenes", "scenes", "ring", 200, lambda policy, none: policy["sigma_v"] < 0.8 * none["sigma_v"])])
+def test_policy_is_scored_by_one_command(name, suite, scenario, seconds, helps, tmp_path):
+    """A few minutes of one seed. What it is worth is in the README, from many more."""
+    command = [sys.executable, str(ROOT / "evaluate.py"), "--config", str(ROOT / "configs" / f"{suite}.yaml"),
                "--checkpoint", str(ROOT / "policies" / name), "--controllers", "none,policy", "--seeds", "1", "--out",
-               "scores.json", "env.suite=[same]", f"env.scenario={scenario}", "evaluate.horizon_s=200"]
+               "scores.json", "env.suite=[same]", f"env.scenario={scenario}",
+               f"evaluate.horizon_s={seconds}"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     none, policy = (next(row for row in json.loads((tmp_path / "scores.json").read_text())["episodes"]
                          if row["controller"] == name) for name in ("none", "policy"))
@@ -29,14 +31,15 @@ def test_policy_is_scored_by_one_command(name, scenario, helps, tmp_path):
     assert helps(policy, none)
 
 
-@pytest.mark.parametrize("name", ["suite", "scenes"])
+@pytest.mark.parametrize("name", ["suite", "thrifty", "scenes"])
 def test_policy_is_small(name):
     assert sum(path.stat().st_size for path in (ROOT / "policies" / name).rglob("*")) < MOST_MB * 2 ** 20
 
 
-def test_policy_drives_as_its_suite_says():
+@pytest.mark.parametrize("name, settings", [("suite", []), ("thrifty", ["evaluate.leave_after=0.9"])])
+def test_policy_drives_as_its_suite_says(name, settings):
     """Without --config too: what the checkpoint says about evaluation is what the README's tables were made with."""
-    state, folder = find_checkpoint(ROOT / "policies/suite")
-    own, suite = load_config(state["config"], source=str(folder)), load_config(ROOT / "configs/suite.yaml")
+    state, folder = find_checkpoint(ROOT / "policies" / name)
+    own, suite = load_config(state["config"], source=str(folder)), load_config(ROOT / "configs/suite.yaml", settings)
     own.evaluate.controllers = suite.evaluate.controllers
     assert own.evaluate == suite.evaluate and own.evaluate.leave_below == 10 and own.evaluate.accel_limit == 0
