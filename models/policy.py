@@ -106,9 +106,9 @@ class Driver:
         if self.leave_below:  # a jam that is there is not prevented any more, and who has been in one may leave it
             place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
             ahead = downstream_speeds(place, place, speed, obs["mask"])[..., -1]
-            obs["icv"] = obs["icv"] & (torch.minimum(ahead, speed) >= self.leave_below)
+            obs["icv"] &= torch.minimum(ahead, speed) >= self.leave_below
         if self.leave_after < 1:
-            obs["icv"] = obs["icv"] & (obs["nodes"][..., PROGRESS] <= self.leave_after)
+            obs["icv"] &= obs["nodes"][..., PROGRESS] <= self.leave_after
         with self.autocast():
             embedding = self.model.risk_gnn(*(obs[name] for name in INPUTS))
             before = self.state[rows, :n]
