@@ -243,7 +243,7 @@ def test_brake_of_a_rule_is_sent_and_negative_slots_are_no_command(monkeypatch, 
 # ---- advice -----------------------------------------------------------------------------------------------------
 
 def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel, meter=0.0, faster=8.9, slower=11.5,
-            room=None, above=0.0, cruise=None, lane=0, behind_m=0.0):
+            room=None, above=0.0, cruise=None, lane=0, behind_m=0.0, hold=0.0):
     """[(urgency, slot, acceleration or None, moves)] of the advice, one vehicle at a time."""
     out = []
     for i in np.flatnonzero(o["icv"]):
@@ -266,6 +266,8 @@ def advised(o, reach, vehicles, ahead, gain, offset, margin, below, brake, accel
             wanted, slows, told = min(-meter, 99 if wanted is None else wanted), True, True
         if not (moves or slows) and cruise is not None and v > cruise - 2.6 and column(o, "lane")[i] >= lane:
             out.append(((2, -near["lead_gap"]), int(i), min(max(0.3 * (cruise - v), -0.75), 0.3), False))
+        elif not (moves or slows) and hold > 0 and mean - hold < v and mean < below and v > 8:
+            out.append(((True, -1e-3 * near["lead_gap"]), int(i), 0.0, False))
         if told:
             out.append(((not moves, near["merge_distance"] if moves else wanted), int(i), wanted, bool(moves)))
     return sorted(out)
@@ -311,6 +313,17 @@ def test_advice_to_fewer(name, numbers, setting, without, limit):
         assert list(some) == [i for _, i, _, _ in advised(o, *numbers, **limit)] and set(some) <= set(all_of_them)
         fewer += 0 < len(some) < len(all_of_them)
     assert fewer > 0
+
+
+def test_who_is_hardly_slower_than_the_traffic_ahead_holds_the_speed():
+    held = 0
+    for seed in range(8):
+        o = traffic(seed)
+        expected = advised(o, *HARMONISE, hold=4)
+        slot, accel, _, _ = rule("harmonise", "baselines.harmonise.hold=4")(o, N, None)
+        assert slot[slot < N].tolist() == [i for _, i, _, _ in expected]
+        held += sum(a == wanted == 0 for a, (_, _, wanted, _) in zip(accel, expected))
+    assert held > 3
 
 
 def test_mean_speed_ahead_of_nobody_is_not_a_number():
