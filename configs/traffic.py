@@ -100,9 +100,8 @@ class AdviceConfig:
     brake: float = opt(1.5, "strongest braking of the speed advice, m/s^2", low=0, high=3)
     behind_m: float = opt(0.0, "not for ICVs that have somebody 1 m/s slower so near in front, m: they will brake "
                                "anyway; 0 = for them too", low=0, high=200)
-    hold: float = opt(0.0, "and those less than this slower than the mean ahead keep their speed, m/s, 0 = as they "
-                           "like", low=0)
-    hold_above: float = opt(8.0, "if they are faster than this, m/s", low=0)
+    hold: float = opt(0.0, "and those less than this slower than the mean ahead keep their speed, m/s: not in "
+                           "a jam; 0 = nobody", low=0)
     accel: float = opt(1.0, "strongest acceleration of the speed advice, m/s^2", low=0, high=2)
     meter_brake: float = opt(0.0, "braking of ICVs on a ramp, m/s^2, 0 = no ramp metering", low=0, high=3)
     meter_above: float = opt(8.9, "only of those that are faster, m/s", low=0)

@@ -20,6 +20,7 @@ HAS_LEFT, HAS_RIGHT = SURROUND.index("has_left"), SURROUND.index("has_right")
 MERGE_DISTANCE, MERGE_VEHICLES = SURROUND.index("merge_distance"), SURROUND.index("merge_vehicles")
 FAR_M = 500.0   # merge distance of a vehicle whose road joins no other
 SLOWER = 1.0    # m/s: a leader whose follower will have to brake
+CREEPING = 8.0  # m/s: in a jam nobody is to keep the speed
 MEAN_SPEED = 2  # column of the global metrics
 
 
@@ -37,15 +38,15 @@ def random(observation, k, rng):
 
 
 def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, margin, below, above, brake, behind_m,
-           hold, hold_above, accel, meter_brake, meter_above, meter_ahead, meter_below, cruise, cruise_margin,
-           cruise_gain, cruise_brake, cruise_accel, cruise_lane):
+           hold, accel, meter_brake, meter_above, meter_ahead, meter_below, cruise, cruise_margin, cruise_gain,
+           cruise_brake, cruise_accel, cruise_lane):
     """Lane advice: ICVs in the right lane within `reach_m` before a merge with at least `vehicles` on the joining road
     move left; their drivers keep the speed and wait for a gap, or are told once there is one of `gap_m` to both sides.
 
     Speed advice (gain above 0): where the mean speed m of the traffic up to `ahead` (a share of the network's length)
     in front is between `above` and `below`, an ICV more than `margin` faster takes gain * (m + offset - v), cut to
     [-brake, accel]; not so who has somebody `SLOWER` within `behind_m` in front. Who is less than `hold` slower than m,
-    faster than `hold_above`, and told nothing else keeps the speed instead of accelerating into the next braking.
+    faster than `CREEPING`, and told nothing else keeps the speed instead of accelerating into the next braking.
     Ramp metering (meter_brake above 0): on a joining road of one lane, ICVs faster than `meter_above` brake while the
     traffic behind the merge, up to `meter_ahead` in front, is slower than `meter_below`.
     Speed harmonisation (cruise above 0): any other ICV that is at most `cruise_margin` slower than `cruise` m/s, in
@@ -68,7 +69,7 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
                      np.where(meters, -meter_brake, np.nan))
     steady = icv & ~(moves | slows | meters) & (cruise > 0) & (v > cruise - cruise_margin) & (lane >= cruise_lane)
     wanted[steady] = np.clip(cruise_gain * (cruise - v), -cruise_brake, cruise_accel)[steady]
-    held = icv & ~(moves | slows | meters | steady) & (mean < below) & (v > mean - hold) & (v > hold_above) & (hold > 0)
+    held = icv & ~(moves | slows | meters | steady) & (mean < below) & (v > mean - hold) & (v > CREEPING) & (hold > 0)
     wanted[held] = 0.0
     brakes = (near[:, LEAD_GAP] < behind_m) & (near[:, LEAD_SPEED] < v - SLOWER) & (behind_m > 0)  # by himself
     chosen, gap = np.flatnonzero(moves | slows & ~brakes | meters | steady | held), near[:, LEAD_GAP].astype(float)
