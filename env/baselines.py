@@ -67,9 +67,10 @@ def advice(observation, k, rng, reach_m, vehicles, gap_m, ahead, gain, offset, m
         mean_speed_ahead(observation, meter_ahead, distance >= FAR_M) < meter_below)
     wanted = np.fmin(np.where(slows & ~moves, np.clip(gain * (mean + offset - v), -brake, accel), np.nan),
                      np.where(meters, -meter_brake, np.nan))
-    steady = icv & ~(moves | slows | meters) & (cruise > 0) & (v > cruise - cruise_margin) & (lane >= cruise_lane)
+    others = icv & ~(moves | slows | meters)
+    steady = others & (cruise > 0) & (v > cruise - cruise_margin) & (lane >= cruise_lane)
     wanted[steady] = np.clip(cruise_gain * (cruise - v), -cruise_brake, cruise_accel)[steady]
-    held = icv & ~(moves | slows | meters | steady) & (mean < below) & (v > mean - hold) & (v > CREEPING) & (hold > 0)
+    held = others & ~steady & (hold > 0) & (mean < below) & (v > np.maximum(mean - hold, CREEPING))
     wanted[held] = 0.0
     brakes = (near[:, LEAD_GAP] < behind_m) & (near[:, LEAD_SPEED] < v - SLOWER) & (behind_m > 0)  # by himself
     chosen, gap = np.flatnonzero(moves | slows & ~brakes | meters | steady | held), near[:, LEAD_GAP].astype(float)

@@ -22,8 +22,7 @@ def test_policy_is_scored_by_one_command(name, suite, scenario, seconds, helps, 
     """A few minutes of one seed. What it is worth is in the README, from many more."""
     command = [sys.executable, str(ROOT / "evaluate.py"), "--config", str(ROOT / "configs" / f"{suite}.yaml"),
                "--checkpoint", str(ROOT / "policies" / name), "--controllers", "none,policy", "--seeds", "1", "--out",
-               "scores.json", "env.suite=[same]", f"env.scenario={scenario}",
-               f"evaluate.horizon_s={seconds}"]
+               "scores.json", "env.suite=[same]", f"env.scenario={scenario}", f"evaluate.horizon_s={seconds}"]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     none, policy = (next(row for row in json.loads((tmp_path / "scores.json").read_text())["episodes"]
                          if row["controller"] == name) for name in ("none", "policy"))
