@@ -1,8 +1,7 @@
 """Every setting of the project: type, default, range and meaning.
 
 The YAML files hold values; this file, configs/traffic.py and configs/phases.py hold meaning. `opt` attaches the
-description and the limits that the loader (configs/loader.py) enforces. Defaults here are those of the target machine
-(see default.yaml).
+description and the limits that the loader (configs/loader.py) enforces. Defaults: the target machine's.
 """
 import math
 from dataclasses import dataclass
@@ -99,6 +98,7 @@ class RewardConfig:
 class ModelConfig:
     """Size and kind of computation of the model."""
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
+    risk_bias: str = opt("danger", "of attention: grows as TTC and THW shrink, or not", choices=("danger", "learned"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
     lane_room_m: float = opt(0.0, "lane changes only where both gaps on the new lane are longer, m, 0 = all", low=0)
     gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)

@@ -21,7 +21,7 @@ class TrafficModel(nn.Module):
         super().__init__()
         sizes = PRESETS[cfg.model.preset]
         self.preset = cfg.model.preset
-        self.risk_gnn = RiskGNN(sizes, cfg.model.gather_above)
+        self.risk_gnn = RiskGNN(sizes, cfg.model.gather_above, cfg.model.risk_bias == "learned")
         self.world_model = WorldModel(sizes, cfg.data.future, cfg.env.control_interval)
         self.controller = Controller(sizes, cfg.env.max_commands, cfg.model.lane_room_m)
         self.safety_shield = SafetyShield(sizes, cfg.shield, cfg.env.control_interval)

@@ -36,7 +36,7 @@ def save_config(cfg, folder):
 def schema(cfg):
     """What must be equal for weights to mean the same: checked whenever they move between phases or runs."""
     return {"preset": cfg.model.preset, "features": "nodes9-edges4-globals16-surround14-downstream2",
-            "future": cfg.data.future, "control_interval": cfg.env.control_interval,
+            "risk_bias": cfg.model.risk_bias, "future": cfg.data.future, "control_interval": cfg.env.control_interval,
             "max_commands": cfg.env.max_commands}
 
 
