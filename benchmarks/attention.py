@@ -19,11 +19,12 @@ NEIGHBOURS = 16  # graph.k_max
 
 
 def graph(batch, vehicles, sizes, device):
-    """Inputs of one layer: embeddings, neighbours and edge codes of random graphs."""
+    """Inputs of one layer: embeddings, neighbours, edge codes and dangers of random graphs."""
     x = torch.randn(batch, vehicles, sizes.gnn_width, device=device, requires_grad=True)
     k = min(NEIGHBOURS, vehicles - 1)
     near = torch.rand(batch, vehicles, vehicles, device=device).topk(k, -1).indices
-    return x, near, torch.randn(batch, vehicles, k, sizes.edge_width, device=device, requires_grad=True)
+    code = torch.randn(batch, vehicles, k, sizes.edge_width, device=device, requires_grad=True)
+    return x, near, code, torch.rand(batch, vehicles, k, 2, device=device)
 
 
 def seconds(layer, inputs, dense):

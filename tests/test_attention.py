@@ -45,11 +45,10 @@ def test_attention_weights_are_the_softmax_of_the_bias(dense):
 
 
 @pytest.mark.parametrize("gather_above", [384, 2])
-def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above):
+def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above, monkeypatch):
     """A shorter time to collision changes the vehicle and who attends to it, and nobody else in a net of one hop."""
-    gnn, biases = copy.deepcopy(small.risk_gnn), []
+    gnn, biases = copy.deepcopy(small.risk_gnn), recorded_biases(monkeypatch)
     gnn.gather_above, gnn.layers = gather_above, gnn.layers[:1]
-    gnn.layers[0].bias.register_forward_hook(lambda module, inputs, output: biases.append(output.detach()))
     obs = scene(12, 12, 6, batch=1)
     obs["neighbours"][0, 4] = torch.tensor([5, 6, -1, -1, -1])
     results = []
@@ -59,20 +58,58 @@ def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above):
     change = (results[0] - results[1]).abs().amax(-1)[0]
     concerned = (obs["neighbours"][0] == 4).any(-1) | (torch.arange(12) == 4)
     assert change[4] > 1e-3 and change[~concerned].max() == 0 and not concerned.all()
-    shift = (biases[0] - biases[1]).abs().amax(-1)[0]
-    assert shift[4, 0] > 1e-2 and shift.sum() == shift[4, 0]
+    shift = (biases[1] - biases[0])[0]  # [heads, N, k]
+    assert (shift[:, 4, 0] > 0.5).all() and shift.sum() == shift[:, 4, 0].sum()
+
+
+@pytest.mark.parametrize("column", ["ttc", "thw"])
+def test_attention_grows_with_danger_whatever_was_learned(small, column, monkeypatch):
+    """The bias was learned from all of an edge's features once: in the policies of that time half of the heads attended
+    less to who was about to be hit. Random weights stand for any training here, negative ones included."""
+    gnn, biases = copy.deepcopy(small.risk_gnn), recorded_biases(monkeypatch)
+    torch.manual_seed(0)
+    for parameter in gnn.parameters():
+        torch.nn.init.normal_(parameter)
+    obs = scene(12, 12, 6, batch=1)
+    steps, scale, layers = (6.0, 3.0, 1.0, 0.0), {"ttc": 3, "thw": 1}[column], len(gnn.layers)
+    for seconds in steps:
+        obs["edges"][..., EDGE.index(column)] = seconds
+        gnn(*(obs[name] for name in INPUTS))
+    for i, layer in enumerate(gnn.layers):
+        weights = torch.nn.functional.softplus(layer.danger)[:, EDGE.index(column) - TTC, None, None]
+        for s, t, calm, tense in zip(steps, steps[1:], biases[i::layers], biases[i + layers::layers]):
+            assert (tense > calm).all()
+            grown = weights * (1 / (1 + t / scale) - 1 / (1 + s / scale))  # the closed form: nothing else moved
+            torch.testing.assert_close(tense - calm, grown.expand_as(calm), rtol=0, atol=1e-4)
+
+
+def test_a_learned_bias_has_no_danger_of_its_own():
+    names = [name for name, _ in RiskGNN(SMALL, learned=True).named_parameters()]
+    assert not [name for name in names if "danger" in name or "relation" in name]
+
+
+def recorded_biases(monkeypatch):
+    """A list that gets the bias [B, heads, N, k] of each layer that runs."""
+    biases = []
+    for way in ("_dense", "_gather"):
+        old = getattr(RiskAttention, way)
+        monkeypatch.setattr(RiskAttention, way, lambda self, q, k, v, bias, near, old=old: (
+            biases.append(bias.detach()), old(self, q, k, v, bias, near))[1])
+    return biases
 
 
 @pytest.mark.parametrize("dense", [True, False])
 def test_attention_bias_moves_one_vehicle(small, dense):
-    """The edges' codes enter a layer through the bias alone: another code for one edge moves its vehicle only."""
+    """The edges enter a layer through the bias alone: another code or danger of one edge moves its vehicle only."""
     layer, x = small.risk_gnn.layers[0], torch.randn(1, 6, SMALL.gnn_width)
     neighbours = torch.tensor([[[1, 2], [0, 2], [3, 6], [4, 5], [3, 5], [6, 6]]])
-    code = torch.zeros(1, 6, 2, SMALL.edge_width)
-    before = layer(x, neighbours, code, dense)
-    code[0, 3, 1] = 3.0
-    moved = (layer(x, neighbours, code, dense) - before).abs().amax(-1)[0]
-    assert moved[3] > 1e-3 and moved.sum() == moved[3]
+    code, danger = torch.zeros(1, 6, 2, SMALL.edge_width), torch.zeros(1, 6, 2, 2)
+    before = layer(x, neighbours, code, danger, dense)
+    for changed in (code, danger):
+        changed[0, 3, 1] += 3.0
+        moved = (layer(x, neighbours, code, danger, dense) - before).abs().amax(-1)[0]
+        assert moved[3] > 1e-3 and moved.sum() == moved[3]
+        changed[0, 3, 1] -= 3.0
 
 
 @pytest.mark.parametrize("gather_above", [384, 2])
