@@ -12,6 +12,7 @@
 A trajectory depends on scenario, seed and controller only: inference runs on one environment at a time and on one
 thread, so another selection of seeds or another number of workers gives the same rows.
 """
+import json
 import sys
 from collections import Counter
 from importlib.metadata import version
@@ -206,13 +207,12 @@ def sweep(text):
 
 def configuration(options, changes, state, folder):
     """The configuration of one evaluation; of a checkpoint, its run's own unless a file is named."""
-    overrides = [*options.overrides, *changes]
+    named = options.scenario is not None and [f"env.scenario={json.dumps(options.scenario)}", "env.suite=[same]"]
+    overrides = [*options.overrides, *changes, *(named or [])]
     if options.config_file is None and state is not None:
         cfg = load_config(state["config"], overrides, source=str(folder))
     else:
         cfg = load_config(options.config_file or "configs/default.yaml", overrides)
-    if options.scenario is not None:
-        cfg.env.scenario, cfg.env.suite = options.scenario, ["same"]
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     return cfg
 

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).parent
 VARIED = ("corridor.", "ring.", "figure_eight.", "merge.", "bottleneck.", "driver.", "reward.", "baselines.",
           "env.scenario=", "env.demand_scale=", "env.icv_share=", "phase2.imitate=")  # what a suite may change
 CLOSED = ("ring", "figure_eight")  # roads that nobody leaves
+READ_BY = {"driver": "corridor", **{name: name for name in ("corridor", "merge", "bottleneck", *CLOSED)}}  # sections
 
 
 class ConfigError(Exception):
@@ -36,12 +37,13 @@ def load_config(path="configs/default.yaml", overrides=(), source=None):
 
     Raises ConfigError listing every mistake as file, dotted key, value, expected type and closest valid key.
     """
-    config, errors = Config(), []
+    config, errors, overrides = Config(), [], [overrides] if isinstance(overrides, str) else overrides
     for name, tree in [(source, path)] if isinstance(path, dict) else layers(Path(path)):
         _merge(config, tree, name, "", errors)
-    for text in [overrides] if isinstance(overrides, str) else overrides:
+    for text in overrides:
         _merge(config, override_tree(text, "command line", errors), "command line", "", errors)
     errors = errors or [f"{source or path}: {text}" for text in (*cross_checks(config), *_suite_checks(config))]
+    errors = errors or list(_unread(config, overrides, "command line"))
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -213,6 +215,16 @@ def _name(kind):
     return {int: "a whole number", float: "a number", bool: "a switch (true or false)", str: "a text"}[kind]
 
 
+def _unread(config, parts, source):
+    """Which of "section.key=value" belong to a built-in scenario that is not simulated: texts."""
+    here = {v.env.scenario for v in config.variants()} | set(config.data.scenarios) - {"same"}
+    for part in parts:
+        scenario = READ_BY.get(part.strip().partition(".")[0])
+        if scenario not in (None, *here):
+            yield (f"{source}: {part}: only the scenario {scenario} reads that, but here is {', '.join(sorted(here))}; "
+                   "leave it out or set env.scenario")
+
+
 def _suite_checks(c):
     """Mistakes in the elements of env.suite: texts."""
     if len(set(c.env.suite)) < len(c.env.suite):
@@ -223,6 +235,7 @@ def _suite_checks(c):
                 raise ConfigError(f"env.suite: {text!r}: expected parts that begin with {', '.join(VARIED)}; a value "
                                   "with spaces stands in quotes")
             stage = variant(c, text, "env.suite")
+            yield from _unread(stage, parts_of(text), "env.suite")
             if c.phase2.curriculum.enabled and stage.env.scenario in CLOSED and text != c.env.suite[-1]:
                 yield (f"phase2.curriculum.enabled=true: nobody ever arrives on {stage.env.scenario} (env.suite: "
                        f"{text!r}), so that this stage would never end; it may only be the last")

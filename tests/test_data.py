@@ -145,7 +145,7 @@ def test_settings_of_every_scenario_count(tmp_path):
     """A suite's other scenarios and the files of a user's own did not: old samples were used, or filled up with new."""
     suite = "env.suite=[same, env.scenario=ring]"
     assert [job.scenario for job in episode_plan(config(tmp_path, suite))] == ["corridor", "ring"] * 2
-    other = [raw_settings(config(tmp_path, suite, f"ring.vehicles={n}", "bottleneck.flow=1")) for n in (22, 23)]
+    other = [raw_settings(config(tmp_path, suite, f"ring.vehicles={n}")) for n in (22, 23)]
     assert other[0] != other[1] and sorted(other[0]["scenario"]) == ["corridor", "ring"]
     town = tmp_path / "town.sumocfg"
     town.write_text('<configuration><route-files value="a.rou.xml, b.rou.xml"/></configuration>')

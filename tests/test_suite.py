@@ -89,12 +89,39 @@ def test_a_path_with_spaces_stands_in_quotes():
     ("['']", "expected parts"), ("[corridor]", "expected parts"),
     ("[same, same]", "the same element twice"), ("[corridor.lanes=]", "corridor.lanes: '' is not valid"),
     ("[env.demand_scale=0]", "env.demand_scale: 0 is not valid"),
-    ("['env.scenario=\"my road']", "no closing quotation: a quotation mark is missing")])
+    ("['env.scenario=\"my road']", "no closing quotation: a quotation mark is missing"),
+    ("['env.scenario=ring driver.sigma=0.2']", "only the scenario corridor reads that, but here is ring")])
 def test_mistakes_in_a_suite_are_one_line_each(suite, words):
     with pytest.raises(ConfigError) as error:
         load_config("configs/smoke.yaml", [f"env.suite={suite}"])
     lines = str(error.value).splitlines()
     assert len(lines) == 1 and "env.suite" in lines[0] and words in lines[0]
+
+
+@pytest.mark.parametrize("config, overrides, words", [
+    ("smoke", ["env.scenario=ring", "corridor.lanes=3"], "corridor.lanes=3: only the scenario corridor"),
+    ("smoke", ["env.scenario=my.sumocfg", "driver.sigma=0.2"], "driver.sigma=0.2: only the scenario corridor"),
+    ("smoke", ["ring.vehicles=30"], "but here is corridor; leave it out"),
+    ("scenes", ["corridor.lanes=3"], "but here is bottleneck, figure_eight, merge, ring;")])
+def test_numbers_of_a_scenario_that_is_not_there_are_refused(config, overrides, words):
+    """They changed nothing, without a word: who set the drivers of another network believed in them."""
+    with pytest.raises(ConfigError, match=f"^command line: .*{words}"):
+        load_config(f"configs/{config}.yaml", overrides)
+
+
+@pytest.mark.parametrize("config, overrides", [
+    ("scenes", ["ring.vehicles=30"]), ("world_model", ["merge.ramp_flow=300"]),
+    ("smoke", ["env.suite=[same, env.scenario=ring]", "ring.vehicles=30", "driver.sigma=0.2"])])
+def test_numbers_of_any_scenario_of_a_suite_or_a_collection_are_taken(config, overrides):
+    cfg = load_config(f"configs/{config}.yaml", overrides)
+    assert cfg.ring.vehicles == 30 or cfg.merge.ramp_flow == 300
+
+
+def test_a_named_scenario_reads_its_own_numbers_only(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--config", "configs/smoke.yaml", "--scenario", "ring",
+                                      "corridor.lanes=3"])
+    with pytest.raises(ConfigError, match="corridor.lanes=3: only the scenario corridor reads that, but here is ring"):
+        evaluate.main()
 
 
 def test_a_variant_that_sumo_refuses_is_found_before_anything_starts(scenarios):
