@@ -48,7 +48,7 @@ def run(tmp_path_factory):
     """A run folder with everything in it: real episodes of a minute, invented learning curves, a table that is wide."""
     folder = tmp_path_factory.mktemp("runs") / "trial"
     folder.mkdir()
-    cfg = load_config("configs/smoke.yaml", ["evaluate.workers=1", "env.horizon_s=60"])
+    cfg = load_config("configs/smoke.yaml", ["evaluate.workers=1", "env.horizon_s=60", "evaluate.sample=true"])
     cfg.env.terminate_on_collision, said = False, ([], [])
     first, second = (lambda *text, lines=lines: lines.append(text[-1]) for lines in said)
     rows, log = evaluate.evaluate(cfg, CONTROLLERS, [5], {"policy": build("small").eval()}, folder / "scenario", first)
