@@ -207,12 +207,12 @@ def sweep(text):
 
 def configuration(options, changes, state, folder):
     """The configuration of one evaluation; of a checkpoint, its run's own unless a file is named."""
-    named = options.scenario is not None and [f"env.scenario={json.dumps(options.scenario)}", "env.suite=[same]"]
-    overrides = [*options.overrides, *changes, *(named or [])]
-    if options.config_file is None and state is not None:
-        cfg = load_config(state["config"], overrides, source=str(folder))
-    else:
-        cfg = load_config(options.config_file or "configs/default.yaml", overrides)
+    overrides = [*options.overrides, *changes]
+    if options.scenario is not None:
+        overrides += [f"env.scenario={json.dumps(options.scenario, ensure_ascii=False)}", "env.suite=[same]"]
+    own = options.config_file is None and state is not None
+    tree, source = (state["config"], str(folder)) if own else (options.config_file or "configs/default.yaml", None)
+    cfg = load_config(tree, overrides, source)
     cfg.env.horizon_s, cfg.env.terminate_on_collision = cfg.evaluate.horizon_s, False
     return cfg
 

@@ -21,10 +21,10 @@ from configs.files import write_whole
 from configs.schema import Config
 
 FOLDER = Path(__file__).parent
-VARIED = ("corridor.", "ring.", "figure_eight.", "merge.", "bottleneck.", "driver.", "reward.", "baselines.",
-          "env.scenario=", "env.demand_scale=", "env.icv_share=", "phase2.imitate=")  # what a suite may change
 CLOSED = ("ring", "figure_eight")  # roads that nobody leaves
-READ_BY = {"driver": "corridor", **{name: name for name in ("corridor", "merge", "bottleneck", *CLOSED)}}  # sections
+READ_BY = {name: name for name in ("corridor", *CLOSED, "merge", "bottleneck")} | {"driver": "corridor"}  # by section
+VARIED = (*(f"{section}." for section in READ_BY), "reward.", "baselines.", "env.scenario=", "env.demand_scale=",
+          "env.icv_share=", "phase2.imitate=")  # what a suite may change
 
 
 class ConfigError(Exception):
@@ -217,9 +217,11 @@ def _name(kind):
 
 def _unread(config, parts, source):
     """Which of "section.key=value" belong to a built-in scenario that is not simulated: texts."""
+    owners = {part: READ_BY.get(part.strip().partition(".")[0]) for part in parts}
+    if not any(owners.values()):
+        return
     here = {v.env.scenario for v in config.variants()} | set(config.data.scenarios) - {"same"}
-    for part in parts:
-        scenario = READ_BY.get(part.strip().partition(".")[0])
+    for part, scenario in owners.items():
         if scenario not in (None, *here):
             yield (f"{source}: {part}: only the scenario {scenario} reads that, but here is {', '.join(sorted(here))}; "
                    "leave it out or set env.scenario")

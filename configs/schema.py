@@ -98,7 +98,7 @@ class RewardConfig:
 class ModelConfig:
     """Size and kind of computation of the model."""
     preset: str = opt("full", "sizes of all parts (models/presets.py)", choices=("small", "full"))
-    risk_bias: str = opt("danger", "of attention: grows as TTC and THW shrink, or not", choices=("danger", "learned"))
+    risk_bias: str = opt("danger", "attention grows as TTC, THW shrink, or as learned", choices=("danger", "learned"))
     compile: bool = opt(False, "torch.compile the risk GNN; without a working compiler one message, and no compilation")
     lane_room_m: float = opt(0.0, "lane changes only where both gaps on the new lane are longer, m, 0 = all", low=0)
     gather_above: int = opt(512, "graphs with more vehicles gather neighbours instead of a dense [N, N] bias", low=2)

@@ -130,7 +130,8 @@ class RiskGNN(nn.Module):
         speed = nodes[..., SPEED].float()
         inputs = edge_inputs(edges, surround[..., 0].float(), surround[..., 1].float() - speed)
         code = F.silu(self.edge(inputs))
-        who, danger = F.silu(self.relation(inputs[..., WHERE])) if self.relation else code, dangers(edges)
+        who = code if self.relation is None else F.silu(self.relation(inputs[..., WHERE]))
+        danger = dangers(edges)
         # What the edges say reaches the vehicle with a learned weight.
         weight = self.risk(code).float().squeeze(-1).masked_fill(none, -1e4).softmax(-1)
         around = (weight.masked_fill(none, 0)[..., None] * code.float()).sum(2)

@@ -64,8 +64,8 @@ def test_danger_of_one_edge_reaches_those_who_see_it(small, gather_above, monkey
 
 @pytest.mark.parametrize("column", ["ttc", "thw"])
 def test_attention_grows_with_danger_whatever_was_learned(small, column, monkeypatch):
-    """The bias was learned from all of an edge's features once: in the policies of that time half of the heads attended
-    less to who was about to be hit. Random weights stand for any training here, negative ones included."""
+    """The bias was learned from all of an edge's features once: in a policy of that time five of twelve heads
+    attended less to who was about to be hit. Random weights stand for any training here, negative ones included."""
     gnn, biases = copy.deepcopy(small.risk_gnn), recorded_biases(monkeypatch)
     torch.manual_seed(0)
     for parameter in gnn.parameters():
