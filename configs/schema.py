@@ -192,7 +192,7 @@ class EvaluateConfig:
                                     "ahead", choices=("learned", "random", "jam"))
     sample: bool = opt(False, "the policy's actions are drawn, as in training; false = the likeliest")
     leave_below: float = opt(0.0, "the policy leaves ICVs alone that are slower, m/s, or have slower traffic in the "
-                             "next third of the road, 0 = none (in phase 3 too: its limit is on what is scored)", low=0)
+                             "third of the road before or behind them, 0 = none (in phase 3 too)", low=0)
     leave_after: float = opt(1.0, "and those beyond that share of their way, 1 = none (in phase 3 too)", low=0, high=1)
     surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
                                 "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "

@@ -82,8 +82,8 @@ def bucket(count):
 class Driver:
     """Runs a TrafficModel on groups of environments, keeping the world model's memory by environment and slot.
 
-    `leave_below`: only ICVs may be picked that drive at least that many m/s, as the next third of the road does in the
-    mean; `leave_after`: nor those beyond that share of their way.
+    `leave_below`: only ICVs may be picked that drive at least that many m/s, as the third of the road before them and
+    the third behind them do in the mean; `leave_after`: nor those beyond that share of their way.
     """
 
     def __init__(self, model, num_envs, max_vehicles, device="cpu", autocast=contextlib.nullcontext,
@@ -103,10 +103,10 @@ class Driver:
         rows = torch.as_tensor(envs, device=self.device)
         obs = to_tensors(observation, self.device)
         n = obs["mask"].shape[1]
-        if self.leave_below:  # a jam that is there is not prevented any more, and who has been in one may leave it
+        if self.leave_below:  # a jam that is there is not prevented any more, and who has left it makes room
             place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
-            ahead = downstream_speeds(place, place, speed, obs["mask"])[..., -1]
-            obs["icv"] &= torch.minimum(ahead, speed) >= self.leave_below
+            around = [downstream_speeds(x, x, speed, obs["mask"])[..., -1] for x in (place, -place)]
+            obs["icv"] &= torch.stack([speed, *around]).amin(0) >= self.leave_below
         if self.leave_after < 1:
             obs["icv"] &= obs["nodes"][..., PROGRESS] <= self.leave_after
         with self.autocast():
