@@ -331,7 +331,7 @@ def test_who_has_a_jam_around_or_is_in_one_or_about_to_leave_cannot_be_picked(mo
         seen = driver.perceive(obs, [0, 1])
         assert seen["slots"][env][seen["valid"][env]].tolist() == may[-1].tolist()
         left.append([*map(len, may)])
-    assert (np.diff(np.sum(left, 0)) < 0).all() and sum(x[-1] for x in left) > 5  # all leave somebody out, not everybody
+    assert (np.diff(np.sum(left, 0)) < 0).all() and sum(x[-1] for x in left) > 5  # each leaves some out
 
 
 @torch.no_grad()
