@@ -37,8 +37,9 @@ RANGES = {"reach_m": (50, 500), "vehicles": (1, 6), "gap_m": (2, 12), "ahead": (
           "offset": (-5, 4), "margin": (0, 6), "below": (12, 28), "above": (2, 18), "brake": (0.5, 3),
           "accel": (0, 2), "meter_brake": (0.1, 2), "meter_above": (4, 18), "meter_ahead": (0.05, 0.3),
           "meter_below": (5, 20), "cruise": (20, 29), "cruise_margin": (0.5, 6), "cruise_gain": (0, 0.6),
-          "cruise_brake": (0.1, 1.2), "cruise_accel": (0, 0.8), "cruise_lane": (0, 1)}
-PARTS = ("reach_m", "gap_m", "gain", "above", "meter_brake", "cruise")  # 0 = this part of the rule is left out
+          "cruise_brake": (0.1, 1.2), "cruise_accel": (0, 0.8), "cruise_lane": (0, 1), "behind_m": (20, 120),
+          "hold": (0.3, 4)}
+PARTS = ("reach_m", "gap_m", "gain", "above", "meter_brake", "cruise", "behind_m", "hold")  # 0 = this part is left out
 KNOWN = ("lane_advice", "speed_advice", "tuned", "harmonise")
 
 
