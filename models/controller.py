@@ -214,15 +214,15 @@ class Controller(nn.Module):
         return first + each.sum(-1) / valid.sum(-1).clamp(min=1)
 
 
-def downstream_speeds(place, position, speed, mask):
-    """Mean speed of the vehicles that are up to each share of DOWNSTREAM nearer to the exit than `place` [B, C], m/s,
-    FREE_SPEED where there is nobody -> [B, C, 2]. position (0 to 1), speed (m/s), mask [B, N].
+def downstream_speeds(place, position, speed, mask, reaches=DOWNSTREAM):
+    """Mean speed of the vehicles that are up to each share of `reaches` nearer to the exit than `place` [B, C], m/s,
+    FREE_SPEED where there is nobody -> [B, C, reaches]. position (0 to 1), speed (m/s), mask [B, N].
 
     The nearest neighbours, of which the graph consists, do not reach as far as a jam can be felt.
     """
     ahead = position[:, None].float() - place[..., None].float()                           # [B, C, N]
     means = []
-    for reach in DOWNSTREAM:
+    for reach in reaches:
         among = ((ahead > 0) & (ahead <= reach) & mask[:, None]).float()
         count = among.sum(-1)
         total = (among * speed[:, None].float()).sum(-1)

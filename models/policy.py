@@ -4,7 +4,7 @@ import contextlib
 import torch
 from torch import nn
 
-from models.controller import KEEP, Controller, acceleration, downstream_speeds, take
+from models.controller import DOWNSTREAM, KEEP, Controller, acceleration, downstream_speeds, take
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, POSITION, PROGRESS, SPEED, RiskGNN
 from models.safety_shield import SafetyShield
@@ -105,8 +105,8 @@ class Driver:
         n = obs["mask"].shape[1]
         if self.leave_below:  # a jam that is there is not prevented any more, and who has left it makes room
             place, speed = obs["nodes"][..., POSITION], obs["nodes"][..., SPEED]
-            around = [downstream_speeds(x, x, speed, obs["mask"])[..., -1] for x in (place, -place)]
-            obs["icv"] &= torch.stack([speed, *around]).amin(0) >= self.leave_below
+            around = [downstream_speeds(x, x, speed, obs["mask"], DOWNSTREAM[-1:]) for x in (place, -place)]
+            obs["icv"] &= torch.cat([speed[..., None], *around], -1).amin(-1) >= self.leave_below
         if self.leave_after < 1:
             obs["icv"] &= obs["nodes"][..., PROGRESS] <= self.leave_after
         with self.autocast():
