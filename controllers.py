@@ -16,7 +16,8 @@ from runtime.rollout import action_noise
 CONTROLLERS = (*BASELINES, "policy")
 # How long errors of the world model count, s; those of whom it has known for so long, s. Of few errors nothing is said,
 # of enough the worst is for good: after 45 and 130 s at the built-in demands (a wait of 85 s costs the road there).
-SURPRISE_S, KNOWN_S, FEW, ENOUGH = 180.0, 20.0, 300, 4000
+# To begin, they must be clearly within the limit: at most that share of it.
+SURPRISE_S, KNOWN_S, FEW, ENOUGH, TO_BEGIN = 180.0, 20.0, 300, 4000, 0.9
 # Traffic before a merge is as fast as this quantile of its speeds, if there are so many; if slow, that is said when, s.
 FASTEST, MERGING, SAID_S = 0.9, 10, 120.0
 AHEAD, NOBODY_AHEAD = 0.26, 1e3  # selection `jam`: share of the network looked at; speed where nobody is, m/s
@@ -59,11 +60,13 @@ class PolicyController:
         """Whether the world model errs by more than `evaluate.surprise_limit`, so far as is known; said once sure."""
         speed, surprise = seen["observation"]["nodes"][..., SPEED], self.surprise[env]
         predicted, before = self.driver.model.world_model.predict_next(seen["memory"], speed)[0, :, 1], surprise.worst
-        error = surprise.look(observation, predicted.numpy())
-        if before <= self.limit < surprise.worst:
-            console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.2f} m/s, more than "
-                        f"evaluate.surprise_limit={self.limit:g}: it commands nobody any more in this episode")
-        return error > self.limit
+        error, limit = surprise.look(observation, predicted.numpy()), surprise.share * self.limit
+        if before <= limit < surprise.worst:
+            console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.2f} m/s, more than {limit:.2g} "
+                        f"(evaluate.surprise_limit={self.limit:g}): it commands nobody any more in this episode")
+        if error <= limit:
+            surprise.share = 1.0
+        return error > limit
 
     def slow(self, observation, env):
         """Whether traffic before a merge has not been as fast as `evaluate.merge_speed` yet; said once, if for long."""
@@ -94,6 +97,7 @@ class Surprise:
     def __init__(self, interval):
         self.interval, self.keep, self.expected = interval, math.exp(-interval / SURPRISE_S), np.zeros(0)
         self.total = self.count = self.age = self.worst = 0.0
+        self.share = TO_BEGIN  # of the limit, that the error may reach now
 
     def look(self, observation, predicted):
         """The median error of the speeds predicted a control step before, m/s, in the mean of late: infinite while few

@@ -194,9 +194,9 @@ class EvaluateConfig:
     leave_below: float = opt(0.0, "the policy leaves ICVs alone that are slower, m/s, or have slower traffic in the "
                              "third of the road before or behind them, 0 = none (in phase 3 too)", low=0)
     leave_after: float = opt(1.0, "and those beyond that share of their way, 1 = none (in phase 3 too)", low=0, high=1)
-    surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by less, "
-                                "m/s, nor once it errs by more: median of the speeds one control step ahead, mean of "
-                                "the last three minutes; 0 = it commands whatever its errors", low=0)
+    surprise_limit: float = opt(0.0, "the policy commands nobody until its world model has been seen to err by a tenth "
+                                "less, m/s, nor once it errs by more: median of the speeds one control step ahead, "
+                                "mean of the last three minutes; 0 = it commands whatever its errors", low=0)
     merge_speed: float = opt(0.0, "the policy commands nobody until a tenth of at least ten vehicles within 500 m of a "
                              "merge drives as fast, m/s: other roads are not what it learned on; 0 = on all", low=0)
     accel_limit: float = opt(2.0, "highest acceleration that the policy commands, m/s^2 (phase 3 too)", low=0, high=2)

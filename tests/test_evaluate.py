@@ -275,6 +275,20 @@ def test_who_is_surprised_commands_nobody(limit, commands, small, jam, capsys):
     assert capsys.readouterr().out.count("commands nobody any more") == (not commands)  # said once
 
 
+def test_who_is_nearly_surprised_does_not_begin(small, jam, monkeypatch):
+    """On motorways whose drivers the world model misjudged by nearly the limit, the policy began in the first minute and
+    stopped in the third. Once begun, it goes on up to the limit."""
+    errors = [math.inf, 0.95, 0.89, 0.95, 1.01, 0.95, 0.89]
+    monkeypatch.setattr(Surprise, "look", lambda self, *_: errors.pop(0))
+    small, (cfg, observation) = copy.deepcopy(small), copy.deepcopy(jam)
+    command_all(small)
+    cfg.evaluate.surprise_limit = 1.0
+    controller = PolicyController(cfg, small, 1)
+    controller.begin(0, 1)
+    sent = [bool((controller.act(observation, 0)["slot"] < cfg.env.max_vehicles).any()) for _ in range(7)]
+    assert sent == [False, False, True, True, False, True, True]
+
+
 def test_how_fast_traffic_is_before_a_merge():
     """Against sorted speeds: the value nine tenths up, of ten or more with a merge ahead; the episode's highest."""
     rng, fastest, highest = np.random.default_rng(0), Fastest(1.0), 0.0
