@@ -276,8 +276,8 @@ def test_who_is_surprised_commands_nobody(limit, commands, small, jam, capsys):
 
 
 def test_who_is_nearly_surprised_does_not_begin(small, jam, monkeypatch):
-    """On motorways whose drivers the world model misjudged by nearly the limit, the policy began in the first minute and
-    stopped in the third. Once begun, it goes on up to the limit."""
+    """On motorways whose drivers the world model misjudged by nearly the limit, the policy began in the first minute
+    and stopped in the third. Once begun, it goes on up to the limit."""
     errors = [math.inf, 0.95, 0.89, 0.95, 1.01, 0.95, 0.89]
     monkeypatch.setattr(Surprise, "look", lambda self, *_: errors.pop(0))
     small, (cfg, observation) = copy.deepcopy(small), copy.deepcopy(jam)
