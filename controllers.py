@@ -57,13 +57,15 @@ class PolicyController:
         return commands
 
     def surprised(self, observation, seen, env):
-        """Whether the world model errs by more than `evaluate.surprise_limit`, so far as is known; said once sure."""
+        """Whether the world model errs by more than `evaluate.surprise_limit`, to begin by more than nine tenths of it,
+        so far as is known; said once sure."""
         speed, surprise = seen["observation"]["nodes"][..., SPEED], self.surprise[env]
         predicted, before = self.driver.model.world_model.predict_next(seen["memory"], speed)[0, :, 1], surprise.worst
         error, limit = surprise.look(observation, predicted.numpy()), surprise.share * self.limit
         if before <= limit < surprise.worst:
             console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.2f} m/s, more than "
-                        f"{limit:.2g} (evaluate.surprise_limit={self.limit:g}): it commands nobody any more in this episode")
+                        f"{limit:.2g} (evaluate.surprise_limit={self.limit:g}): it commands nobody any more in this "
+                        "episode")
         if error <= limit:
             surprise.share = 1.0
         return error > limit
