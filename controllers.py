@@ -63,8 +63,8 @@ class PolicyController:
         predicted, before = self.driver.model.world_model.predict_next(seen["memory"], speed)[0, :, 1], surprise.worst
         error, limit = surprise.look(observation, predicted.numpy()), surprise.share * self.limit
         if before <= limit < surprise.worst:
-            console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.2f} m/s, more than "
-                        f"{limit:.2g} (evaluate.surprise_limit={self.limit:g}): it commands nobody any more in this "
+            console.say(f"policy, seed {self.seeds[env]}: its world model errs by {error:.3g} m/s, more than "
+                        f"{limit:.3g} (evaluate.surprise_limit={self.limit:g}): it commands nobody any more in this "
                         "episode")
         if error <= limit:
             surprise.share = 1.0
