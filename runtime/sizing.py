@@ -46,12 +46,12 @@ def env_rate(speed, workers, envs, learners):
 def recommend(cfg, speed, available_gb):
     """{key: value} for this machine: the fewest workers that reach nearly the best rate, and batches as configured or
     so much larger that fixed costs are below a tenth."""
-    learners, envs = max(speed.gpus, 1), 1 if cfg.env.backend == "libsumo" else 2
-    most = max(1, min(speed.cores, int((available_gb - 2 - 2 * speed.gpus) / (0.04 + 0.06 * envs))))
-    rates = {n: env_rate(speed, n, envs, learners) for n in range(learners, max(most, learners) + 1, learners)}
-    workers = next(n for n, rate in rates.items() if rate >= GAIN * max(rates.values()))
-    if envs * workers * cfg.phase2.fragment_length > cfg.phase2.train_batch_size:
-        envs = min(envs, cfg.rollout.num_envs_per_worker)  # more would collect more than an iteration asks for
+    learners, group = max(speed.gpus, 1), 1 if cfg.env.backend == "libsumo" else 2
+    most = max(learners, min(speed.cores, int((available_gb - 2 - 2 * speed.gpus) / (0.04 + 0.06 * group))))
+    useful = max(learners, cfg.phase2.train_batch_size // cfg.phase2.fragment_length)  # more would collect too much
+    rates = {(n, envs): env_rate(speed, n, envs, learners) for n in range(learners, most + 1, learners)
+             for envs in range(1, group + 1) if n * envs <= useful}
+    workers, envs = next(pair for pair, rate in rates.items() if rate >= GAIN * max(rates.values()))
     train = cfg.data.samples * (1 - cfg.data.held_out) / learners
     return {"rollout.num_workers": workers, "rollout.num_envs_per_worker": envs,
             "data.processes": min(speed.cores, 32), "evaluate.workers": min(speed.cores, len(cfg.evaluate.seeds)),

@@ -149,6 +149,7 @@ def test_rate_of_environments_by_hand():
 
 def test_advice_fits_the_machine():
     cfg = Config()
+    cfg.phase2.train_batch_size = 100_000
     assert recommend(cfg, speed(), 64)["rollout.num_workers"] == 30  # all cores but the learners' shares
     few = recommend(cfg, speed(infer=Line(0.0, 0.005)), 64)  # inference of 2 a learner takes as long as a step
     assert few["rollout.num_workers"] == 4
@@ -167,6 +168,12 @@ def test_more_environments_are_not_advised_where_an_iteration_would_collect_more
     assert recommend(cfg, two, 64)["rollout.num_envs_per_worker"] == cfg.rollout.num_envs_per_worker == 1
     cfg.phase2.train_batch_size *= 2
     assert recommend(cfg, two, 64)["rollout.num_envs_per_worker"] == 2
+
+
+def test_no_more_workers_are_advised_than_an_iteration_has_fragments():
+    """On 32 cores 30 workers with two environments were recommended: three times `phase2.train_batch_size` of 4000."""
+    advice = recommend(Config(), speed(), 64)
+    assert (advice["rollout.num_workers"], advice["rollout.num_envs_per_worker"]) == (20, 1)
 
 
 def test_expected_time_by_hand():
