@@ -45,6 +45,7 @@ from train_ddp import TROUBLES, USER_ERRORS, advantages, counted_step, open_reco
 
 LEARN = ("scene", "picks", "pick_valid", "u", "lane", "release", "pace", "log_prob", "advantage", "return",
          "cost_return", "price", "lost")
+KL_NOISE = 1.5  # one minibatch's KL is noisy: that of the policy is beyond the target when it is so many times that
 
 
 def phase2(cfg, team, guard):
@@ -190,7 +191,8 @@ def add_advantages(cfg, team, rollout):
 
 
 def update(cfg, team, span, progress, module, rollout, precision, kept=None):
-    """PPO's epochs over one rollout; stops early when the KL of all ranks together passes the target.
+    """PPO's epochs over one rollout; stops where a minibatch's KL of all ranks together is beyond the target: the mean
+    of an epoch notices too late when the policy runs away within it.
 
     With `kept`, the rollouts of the warm start before this one, the controller learns a rule's choices: everything but
     how much to explore.
@@ -211,14 +213,22 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
             parts = [(source(part), share, kept is not None) for source in sources
                      for part in np.array_split(rows, cfg.memory.split)]
             logs.append(counted_step(progress, module, parts, precision, p.clip_norm))
+            if far := not kept and kl_per_pick(team, logs[-1]) > KL_NOISE * p.target_kl:
+                break
         passes.append(mean_logs(team, logs))
-        if passes[-1]["kl"] > p.target_kl:  # the same number on every rank: they stop together
+        if far:
             break
     if kept:
         log_std.data.copy_(before)
         kept.add(c["epoch"], minibatches)
     means = {name: fmean(log[name] for log in passes if name in log) for name in passes[0]}  # GPUs may fall silent
     return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
+
+
+def kl_per_pick(team, log):
+    """What one optimiser step logged of all ranks' KL, the same number on every rank: they stop together."""
+    kl, picks = team.all_sum(torch.stack([log["kl"], log["picks"]]))
+    return kl / max(picks, 1e-9)
 
 
 def epoch_rows(cfg, span, steps, iteration, epoch):

@@ -105,7 +105,7 @@ class PPOConfig:
     value_weight: float = opt(0.5, "weight of the value loss", low=0)
     cost_value_weight: float = opt(0.5, "weight of the cost-value loss", low=0)
     entropy_weight: float = opt(0.003, "weight of the entropy bonus", low=0)
-    target_kl: float = opt(0.03, "stop the epochs of an iteration above this KL per pick", low=0)
+    target_kl: float = opt(0.03, "an iteration ends its steps when a minibatch has 1.5 times this KL per pick", low=0)
     cost_weight: float = opt(150.0, "fixed price of one unit of C_int, in points of score (phase 3 learns it)", low=0)
     lr: float = opt(3e-4, "Adam learning rate", low=0)
     clip_norm: float = opt(1.0, "gradient norm limit, 0 = none", low=0)

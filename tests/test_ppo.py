@@ -136,17 +136,17 @@ def test_autocast_does_not_change_the_loss(small, kind):
 
 # ---- update ------------------------------------------------------------------------------------------------------
 
-def update(small, scaling=False, parts=1, **where):
+def update(small, scaling=False, parts=1, team=ALONE, target=1e9, updates=UPDATES, **where):
     """(log of an update on a rollout, weights afterwards, whether the rollout was spilled)."""
     model, cfg = copy.deepcopy(small), config()
-    cfg.memory.split = parts
+    cfg.memory.split, cfg.phase2.target_kl = parts, target
     model.freeze("risk_gnn", "world_model", "safety_shield")
     precision, rollout = Precision(cfg.phase2.amp, CPU), rollout_of(model.controller, **where)
     precision.scaler = HysteresisScaler("cpu", cfg.phase2.amp, scaling)
     progress = SimpleNamespace(model=model, counters={"epoch": 0, "updates": 0},
                                optimizer=torch.optim.SGD(model.controller.parameters(), 1e-4))  # Adam reads its steps
-    log = train_rl.update(cfg, ALONE, train_rl.Span(E, ALONE), progress, PPOLoss(model, cfg.phase2), rollout, precision)
-    assert progress.counters["updates"] == UPDATES and log["kl"] > 0 and np.isfinite(list(log.values())).all()
+    log = train_rl.update(cfg, team, train_rl.Span(E, ALONE), progress, PPOLoss(model, cfg.phase2), rollout, precision)
+    assert progress.counters["updates"] == updates and log["kl"] > 0 and np.isfinite(list(log.values())).all()
     return log, model.controller.state_dict(), rollout.spilled
 
 
@@ -173,11 +173,47 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scaling", [False, True])
-def test_update_reads_the_device_once_per_optimiser_step(small, scaling):
-    """Losses, KL and norms stay there until an epoch is over. With loss scaling it was read four times a step."""
+def test_update_reads_the_device_twice_per_optimiser_step(small, scaling, monkeypatch):
+    """Whether the gradients are finite, and the KL of all ranks; losses and norms stay there until an epoch is over.
+    With loss scaling it was read four times a step."""
+    sums, sum_up = [], Team.all_sum
+    monkeypatch.setattr(Team, "all_sum", lambda self, values: sums.append(sum_up(self, values)) or sums[-1])
     with Reads() as reads:
         update(small, scaling)
     assert UPDATES <= reads.count <= UPDATES + 8  # and the values' moments, once
+    assert len(sums) <= UPDATES + 3 + 8  # and once an epoch what is logged
+
+
+class Farther(Team):
+    """A rank beside one whose policy moves by a KL of 9 per pick."""
+
+    def all_sum(self, values):
+        values = list(super().all_sum(values))
+        return [values[0] + 9 * values[1], 2 * values[1]] if len(values) == 2 else values
+
+
+def test_no_step_follows_a_minibatch_beyond_the_target_kl(small):
+    """The mean of an epoch was compared: on the ring a policy ran away within one, from a KL of 0.02 to 1.6 in twelve
+    minibatches, and drove worse than nobody for the rest of the training."""
+    minibatches = Minibatches(rollout_of(small.controller), train_rl.LEARN, CPU)
+    module, kls = PPOLoss(small, config().phase2), []
+    for epoch in range(3):  # the learning rate of `update` is so small that its steps hardly change them
+        for rows in train_rl.epoch_rows(config(), train_rl.Span(E, ALONE), T, 0, epoch):
+            log = module(minibatches(rows), 8.0)[1]
+            kls.append(float(log["kl"] / log["picks"]))
+    records = [i for i, kl in enumerate(kls) if kl > max(kls[:i], default=0)]
+    for i in records:  # the noise of one minibatch is allowed for
+        update(small, target=0.99 * kls[i] / 1.5, updates=i + 1)
+    update(small, target=1.01 * max(kls) / 1.5)
+    assert records[-1] % 3 and len(records) > 1, "it must matter that an epoch has three"
+
+
+def test_ranks_stop_together(small):
+    """A rank that looked at its own KL alone would leave the others waiting for its gradients."""
+    far = Farther(0, 1, 0, 1, CPU)
+    kl = update(small, team=far, target=100)[0]["kl"]
+    update(small, team=far, target=2 * kl / 1.5, updates=1)
+    update(small, target=2 * kl / 1.5)
 
 
 # ---- two learners ------------------------------------------------------------------------------------------------
