@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import fmean
 from runtime.resources import before_torch, claim, share_of_workers, threads_per_process
 if __name__ == "__main__":
     before_torch()
@@ -197,7 +196,7 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
     With `kept`, the rollouts of the warm start before this one, the controller learns a rule's choices: everything but
     how much to explore.
     """
-    p, c, passes, log_std = cfg.phase2, progress.counters, [], progress.model.controller.log_std
+    p, c, logs, log_std = cfg.phase2, progress.counters, [], progress.model.controller.log_std
     before = log_std.detach().clone()
     rescale_values(progress.model.controller, team, rollout)
     minibatches = Minibatches(rollout, LEARN, team.device)
@@ -205,7 +204,7 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
     if kept and team.all_sum([bool(earlier)])[0] < team.world:
         earlier = []  # some rank has none, and all must take equal steps
     for epoch in range(p.epochs):
-        logs, rng = [], np.random.default_rng([cfg.run.seed, 2, c["epoch"], epoch, 2])
+        rng = np.random.default_rng([cfg.run.seed, 2, c["epoch"], epoch, 2])
         for rows in epoch_rows(cfg, span, rollout.steps, c["epoch"], epoch):
             # What was learned from another iteration's traffic is soon forgotten: it gets half of each step.
             sources = [minibatches, *(earlier[rng.integers(len(earlier))] for _ in earlier[:1])]
@@ -215,14 +214,12 @@ def update(cfg, team, span, progress, module, rollout, precision, kept=None):
             logs.append(counted_step(progress, module, parts, precision, p.clip_norm))
             if far := not kept and kl_per_pick(team, logs[-1]) > KL_NOISE * p.target_kl:
                 break
-        passes.append(mean_logs(team, logs))
         if far:
             break
     if kept:
         log_std.data.copy_(before)
         kept.add(c["epoch"], minibatches)
-    means = {name: fmean(log[name] for log in passes if name in log) for name in passes[0]}  # GPUs may fall silent
-    return {**means, "kl": passes[-1]["kl"], "loss_scale": precision.scaler.get_scale()}
+    return {**mean_logs(team, logs), "loss_scale": precision.scaler.get_scale()}
 
 
 def kl_per_pick(team, log):

@@ -37,7 +37,7 @@ VOCABULARY = {
     "loss_world_model": "auxiliary world-model loss of phase 3",
     "loss_risk": "cross entropy of the shield's risk head",
     "entropy": "entropy of the policy per control step",
-    "kl": "estimated KL divergence from the policy that sampled, per pick",
+    "kl": "estimated KL divergence from the policy that sampled, per pick, mean of the steps",
     "divergence": "KL divergence from the policy of phase 2, per control step (phase3.anchor)",
     "clip_share": "share of picks whose ratio left the clip range",
     "updates": "optimiser steps so far",
