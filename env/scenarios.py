@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -28,15 +28,16 @@ REREAD = r",|%[0-9a-fA-F]|\$\{"  # in the name of a file's folder: SUMO splits t
 def build_scenario(cfg, folder):
     """Path of the .sumocfg of `cfg.env.scenario`; built-in ones are generated once below `folder`.
 
-    The folder's name holds a hash of every number that went in, so several demands live side by side.
+    The folder's name holds a hash of all that netconvert is given, so several demands live side by side.
     Raises SumoError (with SUMO's own words) for a missing file or a network that netconvert refuses, and for a folder
     whose files SUMO would look for under another name.
     """
     name = cfg.env.scenario
     if name not in NETWORKS:
         return _user_scenario(name)
-    numbers = json.dumps([asdict(getattr(cfg, name)), asdict(cfg.driver), cfg.env.horizon_s, cfg.env.warmup_s])
-    target = Path(folder).absolute() / f"{name}-{hashlib.sha1(numbers.encode()).hexdigest()[:8]}"
+    files = {root: list(lines) for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items()}
+    made_of = json.dumps([files, version("eclipse-sumo")])
+    target = Path(folder).absolute() / f"{name}-{hashlib.sha1(made_of.encode()).hexdigest()[:8]}"
     config = target / f"{name}.sumocfg"
     _check_folder(target, PLACES)
     if not config.exists():
@@ -44,7 +45,7 @@ def build_scenario(cfg, folder):
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".building-", dir=target.parent,
                                              ignore_cleanup_errors=True) as work:
-                for root, lines in NETWORKS[name](cfg, cfg.env.horizon_s + cfg.env.warmup_s).items():
+                for root, lines in files.items():
                     (Path(work) / f"{root}.xml").write_text(_xml(root, lines), encoding="utf-8")
                 _netconvert(Path(work), name)
                 os.replace(work, target)
@@ -151,6 +152,8 @@ def _user_scenario(name):
         found = "a folder" if path.is_dir() else "no such file"
         raise SumoError(f"env.scenario: {path}: {found}; expected a .sumocfg, its path relative to {Path.cwd()}")
     _check_folder(path.absolute().parent, "env.scenario")  # of a link: SUMO looks beside it for the other files
+    if "," in path.name:
+        raise SumoError(f"env.scenario: {path}: SUMO takes a name with a comma for two files; rename it")
     if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
         raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")
     if found := sorted(SAVE_AND_END & options.keys()):

@@ -30,7 +30,8 @@ HEAD_AT = np.concatenate([RECORD.fields[name][1] + np.arange(3) for name in RECO
 # ---- commands for `Sumo.step` ----------------------------------------------------------------------------------
 
 class Accelerate(NamedTuple):
-    """Constant acceleration, m/s^2, for `duration` s; afterwards SUMO's driver has the speed again."""
+    """Constant acceleration, m/s^2, for `duration` s; then SUMO holds the speed for one more of its steps, and after
+    that the driver has it again."""
     vehicle: bytes
     acceleration: float
     duration: float

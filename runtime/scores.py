@@ -15,6 +15,7 @@ SHOWN = ("s_total", "s_efficiency", "s_stability", "ocr_change", "loaded", "depa
          "sigma_v", "abs_a", "c_int", "collisions", "teleports", "shield_clips", "shield_vetoes", "shield_emergencies")
 PAIRED = {"s_total": ("S_total", "+.2f"), "arrived": ("arrived", "+.1f"), "c_int": ("C_int", "+.3f")}
 CALM = 0.02  # sigma_v, m/s, or abs_a, m/s^2, of which a share says nothing
+RARE = 10    # arrivals: of one more, S_efficiency makes 10 points or more
 OUTSIDE, MISFIT = 0.05, 1.5  # more of the loaded kept off the road; a reference that many times too high or low
 FEW = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)  # t, 1 to 10 degrees
 
@@ -101,6 +102,10 @@ def doubts(rows, scenario, reward=None):
         found.append(f"{scenario}, seeds {calm}: without control speeds hardly differ or change (sigma_v or abs_a "
                      f"below {CALM:g}); S_stability and S_total divide by that: look at sigma_v and abs_a themselves")
     alone, driven = ([row for row in rows if (row["controller"].split()[0] == "none") == free] for free in (1, 0))
+    if rare := sorted({row["seed"] for row in alone if row["loaded"] and row["arrived"] < RARE}):
+        found.append(f"{scenario}, seeds {rare}: without control fewer than {RARE} vehicles arrive; S_efficiency "
+                     "divides by that, and is 0 where nobody arrives (as on a closed road): look at arrived, mean_speed"
+                     " and S_stability, or raise evaluate.horizon_s")
     found += kept_outside(alone, driven, scenario)
     if crashes := sum(row["collisions"] for row in alone):
         found.append(f"{scenario}: {crashes} collisions in {len(alone)} episodes without control: SUMO's own drivers "

@@ -92,7 +92,7 @@ def test_sweeps_over_what_the_command_line_decides_are_refused(words):
 def test_scores_that_mean_little_are_doubted():
     """A table of zeros looked like a result, and so did one of the vehicles for which there was room."""
     empty, good, full, calm = ({"controller": "none", "seed": 7, "loaded": n, "departed": n, "overflow": m,
-                                "steps": 10, "sigma_v": s, "abs_a": 0.1, "controlled_vehicle_steps": 0,
+                                "steps": 10, "sigma_v": s, "abs_a": 0.1, "controlled_vehicle_steps": 0, "arrived": n,
                                 "collisions": 0}
                                for n, m, s in ((0, 0, 0), (30, 0, 2), (90, 45, 2), (30, 0, 0.01)))
     assert doubts([empty, good], "my.sumocfg") == []
@@ -107,12 +107,16 @@ def test_scores_that_mean_little_are_doubted():
     assert "seeds [7]: without control speeds hardly differ" in steady
     idle, = doubts([good, {**good, "controller": "policy"}], "my.sumocfg")
     assert "no command was carried out" in idle and doubts([good, {**good, **drives}], "my.sumocfg") == []
+    for few in (0, 9):  # S_total was 169 +- 2202 where 2 and 3 had arrived without control
+        rare, = doubts([{**good, "arrived": few}, {**good, **drives}], "my.sumocfg")
+        assert "seeds [7]: without control fewer than 10 vehicles arrive" in rare and "evaluate.horizon_s" in rare
 
 
 def test_a_controller_that_keeps_traffic_off_the_road_is_doubted():
     """285 of 1125 vehicles more than without control stood outside, and the mean speed had risen."""
     none, policy = ({"controller": name, "seed": 1, "variant": v, "loaded": 100, "departed": d, "overflow": 0,
-                     "steps": 10, "sigma_v": 2.0, "abs_a": 0.2, "controlled_vehicle_steps": 9, "collisions": c}
+                     "steps": 10, "sigma_v": 2.0, "abs_a": 0.2, "controlled_vehicle_steps": 9, "collisions": c,
+                     "arrived": 50}
                     for name, v, d, c in (("none", "a", 100, 0), ("policy", "a", 92, 3)))
     kept, = doubts([none, policy, {**none, "variant": "b", "departed": 50}], "my.sumocfg")
     assert "with policy, 8 vehicles" in kept

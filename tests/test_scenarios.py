@@ -247,6 +247,18 @@ def test_every_network_has_a_section_of_the_configuration():
     assert all(hasattr(Config(), name) for name in NETWORKS)
 
 
+def test_another_network_of_the_same_numbers_is_not_taken_for_this_one(tmp_path, monkeypatch):
+    """The folder was named after the configuration's numbers alone: in an old run folder, a newer program drove on the
+    network that an older one had made of them."""
+    config = Config()
+    old, files = build_scenario(config, tmp_path), NETWORKS["corridor"](config, 60.0)
+    monkeypatch.setitem(NETWORKS, "corridor", lambda *_: {**files, "routes": [*files["routes"], "<!-- newer -->"]})
+    new = build_scenario(config, tmp_path)
+    assert new != old and "newer" in Path(new).with_name("routes.xml").read_text()
+    monkeypatch.setattr("env.scenarios.version", lambda _: "1.99")  # another netconvert
+    assert build_scenario(config, tmp_path) not in (old, new)
+
+
 def test_ctrl_c_is_not_for_netconvert(tmp_path, monkeypatch):
     """The terminal sends it to the whole process group: netconvert died, and the configuration was blamed."""
     tool = tmp_path / "tool"
