@@ -30,7 +30,7 @@ from configs.files import next_name, write_whole
 from data.settings import scenario_hashes
 from env.launch import OUT_OF_THE_WAY, ROOT, python_environment
 from runtime.memory import PeakMemory, component, machine_memory, oom_kills, process_tree
-from runtime.resources import claim, share_of_workers, spin_briefly, stop_signals, usable_cores
+from runtime.resources import ONE_REQUEST_S, claim, share_of_workers, spin_briefly, stop_signals, usable_cores
 from runtime.resources import threads_per_process as threads
 
 STEPS = ("collect", "preprocess", "phase1", "phase2", "phase3", "evaluate", "report")
@@ -42,18 +42,18 @@ MOST_PARTS = 16  # into which a micro-batch is cut after it ran out of memory
 
 
 class Stop:
-    """Passes `stop_signals` on to the running step, once, as SIGTERM; a second one kills it, but for SIGHUP, of which a
+    """Passes `stop_signals` on to the running step, once, as SIGTERM; a later one kills it, but for SIGHUP, of which a
     closing terminal may send several."""
 
     def __init__(self):
-        self.asked, self.at_once, self.child = False, False, None
+        self.asked, self.at_once, self.since, self.child = False, False, 0.0, None
         for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
-        if number == signal.SIGHUP and self.asked:
+        if self.asked and (number == signal.SIGHUP or time.monotonic() - self.since < ONE_REQUEST_S):
             return
-        self.at_once, self.asked = self.asked, True
+        self.at_once, self.asked, self.since = self.asked, True, time.monotonic()
         if self.child is not None and self.child.poll() is None:
             self._kill() if self.at_once else self.child.send_signal(signal.SIGTERM)
 

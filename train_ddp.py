@@ -42,11 +42,11 @@ from runtime.distributed import StopRequest, start_team, wrap
 from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
-from runtime.precision import Precision, require_finite
+from runtime.precision import Precision, compile_gnn, require_finite
 from runtime.rollout import Collector, check_collection, summarise
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
-from runtime.training import (Progress, compile_gnn, episode_facts, first_weights, mean_logs,
-                              rescale_values, run_folder, save_config, to_device)
+from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
+                              save_config, to_device)
 
 USER_ERRORS, TROUBLES = (ConfigError, DataError, SumoError, CheckpointError), (WorkerError, SaveError, WriteError)
 
@@ -96,6 +96,7 @@ def prepare_model(cfg, team, model, amp):
 def open_records(progress, epochs):
     """Write the run's config.yaml, unless the phase has done its `epochs` with another one; returns its Metrics."""
     cfg, team, folder, epoch = progress.cfg, progress.team, progress.folder, progress.counters["epoch"]
+    progress.note_changes(epochs)
     if team.is_main and epoch < epochs:
         save_config(cfg, folder.parent)
     metrics = Metrics(folder.parent, int(folder.name[-1]), team.is_main, cfg.run.tensorboard)

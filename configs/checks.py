@@ -49,6 +49,9 @@ def cross_checks(c):
     if steps < c.data.history + c.data.future + 2 * c.data.margin:
         yield (f"{said('env.horizon_s')} is shorter than one sample of {said('data.history')}, {said('data.future')} "
                f"and twice {said('data.margin')} control steps")
+    if c.data.samples <= c.data.samples_per_episode:
+        yield (f"{said('data.samples')} is one episode of {said('data.samples_per_episode')}, which is kept for "
+               "validation: nothing to train on; raise the former or lower the latter")
     if c.phase1.augment.time_shift > c.data.margin:
         yield f"{said('phase1.augment.time_shift')} is above {said('data.margin')}"
     if len(set(c.evaluate.seeds)) < len(c.evaluate.seeds):

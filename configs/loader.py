@@ -2,22 +2,19 @@
 
 A YAML file names another one with `base:` and holds only the differences. Command lines add `section.key=value`.
 """
-import contextlib
 import copy
 import dataclasses
 import difflib
-import math
 import os
 import reprlib
 import shlex
-import types
-import typing
 from pathlib import Path
 
 import yaml
 
 from configs.checks import cross_checks
 from configs.files import write_whole
+from configs.options import checked
 from configs.schema import Config
 
 FOLDER = Path(__file__).parent
@@ -43,7 +40,7 @@ def load_config(path="configs/default.yaml", overrides=(), source=None):
     for text in overrides:
         _merge(config, override_tree(text, "command line", errors), "command line", "", errors)
     errors = errors or [f"{source or path}: {text}" for text in (*cross_checks(config), *_suite_checks(config))]
-    errors = errors or list(_unread(config, overrides, "command line"))
+    errors = errors or [*_unread(config, overrides, "command line"), *_overruled(config, overrides)]
     if errors:
         raise ConfigError("\n".join(errors))
     return config
@@ -154,7 +151,7 @@ def _merge(node, tree, source, prefix, errors):
                               + ", ".join(f.name for f in dataclasses.fields(getattr(node, key))[:6]))
         else:
             try:
-                setattr(node, key, _checked(value, fields[key]))
+                setattr(node, key, checked(value, fields[key]))
             except ValueError as error:
                 errors.append(f"{source}: {dotted}: {_shown(value)} is not valid; expected {error}")
 
@@ -173,48 +170,6 @@ def _suggest(key, fields, prefix):
     return "valid keys: " + ", ".join(f"{prefix}{name}" for name in fields)
 
 
-def _checked(value, field):
-    """`value` cast to the field's type and inside its range, or ValueError that says what was expected."""
-    if value is False and "off" in (field.metadata.get("choices") or ()):  # YAML reads off as false
-        value = "off"
-    if value == [] and not field.metadata.get("empty"):
-        raise ValueError(_name(field.type))
-    value = _cast(value, field.type)
-    for element in value if isinstance(value, list) else [value]:
-        _check_limits(element, field)
-    return value
-
-
-def _check_limits(value, field):
-    choices, low, high = (field.metadata.get(name) for name in ("choices", "low", "high"))
-    if choices and value not in choices:
-        close = difflib.get_close_matches(str(value), choices, n=1)
-        raise ValueError("one of " + ", ".join(choices) + (f"; did you mean {close[0]}?" if close else ""))
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{_name(field.type)} from {low} to {'any' if high is None else high}")
-
-
-def _cast(value, kind):
-    if isinstance(kind, types.GenericAlias):
-        if not isinstance(value, list):
-            raise ValueError(_name(kind))
-        return [_cast(v, typing.get_args(kind)[0]) for v in value]
-    if kind in (int, float) and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            number = float(value)  # PyYAML reads 3e-4 as a string
-            if math.isfinite(number) and (kind is float or number.is_integer() and abs(number) < 2 ** 31):
-                return kind(number)
-    elif kind in (str, bool) and isinstance(value, kind) and (kind is bool or value.isprintable()):
-        return value  # no file system takes a zero byte or half a surrogate
-    raise ValueError(_name(kind))
-
-
-def _name(kind):
-    if isinstance(kind, types.GenericAlias):
-        return f"a list of {_name(typing.get_args(kind)[0]).split(' ', 1)[1]}s"
-    return {int: "a whole number", float: "a number", bool: "a switch (true or false)", str: "a text"}[kind]
-
-
 def _unread(config, parts, source):
     """Which of "section.key=value" belong to a built-in scenario that is not simulated: texts."""
     owners = {part: READ_BY.get(part.strip().partition(".")[0]) for part in parts}
@@ -225,6 +180,16 @@ def _unread(config, parts, source):
         if scenario not in (None, *here):
             yield (f"{source}: {part}: only the scenario {scenario} reads that, but here is {', '.join(sorted(here))}; "
                    "leave it out or set env.scenario")
+
+
+def _overruled(config, overrides):
+    """Which "section.key=value" of the command line change nothing: every element of env.suite sets that key. Texts."""
+    own = [{part.partition("=")[0] for part in parts_of(text)} for text in config.env.suite]
+    for text in overrides:
+        key = text.partition("=")[0].strip()
+        if all({"data.scenarios": "env.scenario"}.get(key, key) in keys for keys in own):
+            yield (f"command line: {text}: changes nothing, because every element of env.suite sets that itself; leave "
+                   "it out, or add env.suite=[same]")
 
 
 def _suite_checks(c):

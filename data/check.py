@@ -44,11 +44,13 @@ def check_raw(folder):
     """(findings, number of chunks) of raw/."""
     try:
         meta = read_json(folder / "metadata.json", "metadata of a collection")
+        if (settings := folder / "config.json").exists():  # else metadata.json has them
+            read_json(settings, "the settings of this data set")
         data, graph = meta["settings"]["data"], meta["settings"]["graph"]
         shape = Shape(data["history"], data["future"], data["margin"], data["vehicles"][1], graph["k_max"])
         chunks = [(folder / c["file"], c["sha256"], len(c["hashes"])) for c in meta["chunks"]]
     except (DataError, KeyError, TypeError, IndexError) as error:
-        return [f"{folder / 'metadata.json'}: damaged: {error}"], 0
+        return [str(error) if isinstance(error, DataError) else f"{folder / 'metadata.json'}: damaged: {error}"], 0
     findings = [finding for chunk in chunks for finding in _raw_chunk(*chunk, shape)]
     return findings + strangers(folder, "chunk_*.json", meta), len(chunks)
 
@@ -65,7 +67,7 @@ def _raw_chunk(path, sha256, count, shape):
         return [f"{path}: missing"]
     findings = [] if file_hash(path) == sha256 else [f"{path}: its SHA-256 is not that of metadata.json"]
     try:
-        samples = read_json(path, "a raw chunk")["samples"]
+        samples = list(read_json(path, "a raw chunk")["samples"])
     except (DataError, KeyError, TypeError) as error:
         return findings + [f"{path}: not a raw chunk: {error}"]
     if len(samples) != count:

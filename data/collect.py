@@ -31,13 +31,13 @@ from data.layout import DataError, only_writer, read_json
 from data.location import cannot_share
 from data.plan import episode_plan, held_out_episodes
 from data.settings import check_settings, of_scenario, raw_settings, scenarios
+from env import graph
 from env.baselines import make_baseline
-from env.graph import SCENE
 from env.launch import SumoError, die_with_parent, without_main
 from env.traffic_env import check_scenario, make_env
 from env.workers import WorkerError
 
-FIELDS = tuple(name for name in SCENE.names if name != "lead")  # that becomes an index into the sample
+FIELDS = tuple(name for name in graph.SCENE.names if name != "lead")  # that becomes an index into the sample
 SEEN = ("surround", "fresh", "conflict")  # of an observation
 HEAD = ("episode", "seed", "scenario", "controller", "demand_scale")  # of a raw chunk
 NO_LEADER, LEADER_OUTSIDE = -1, -2
@@ -229,7 +229,7 @@ def _write_metadata(cfg, folder, plan):
     held_out = held_out_episodes(plan, cfg.data.held_out, len(cfg.env.suite))
     write_whole(folder / "metadata.json", json.dumps(
         {"sumo_version": version("eclipse-sumo"), "scenarios": scenarios(cfg), "held_out_episodes": held_out,
-         "settings": raw_settings(cfg), "chunks": chunks}, indent=1))
+         "settings": raw_settings(cfg), "graph": file_hash(graph.__file__), "chunks": chunks}, indent=1))
 
 
 def _start_worker(parent):

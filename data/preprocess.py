@@ -23,7 +23,7 @@ from data.location import make_room, mark_used
 from data.records import build_record
 from data.settings import check_settings, processed_folder, raw_settings, traffic_seed
 from data.storage import encode, features, largest_error, value_ranges
-
+from env import graph
 
 META = {"sumo_version", "scenarios", "held_out_episodes", "chunks"}  # of raw/metadata.json, as read here
 
@@ -77,6 +77,12 @@ def build(cfg, meta, out, report, meanwhile):
         "duplicates": plan["duplicates"], "chunks": chunks}, indent=1))
     report(f"preprocess: {sum(c['rows'] for c in chunks)} samples in {len(chunks)} chunks, "
            f"{sum(c['bytes'] for c in chunks) / 1e6:.0f} MB, {plan['duplicates']} duplicates dropped, in {out}")
+    if sum(plan["sizes"].values()) < cfg.data.samples:
+        report(f"NOTE: data.samples={cfg.data.samples} asks for more; an episode gives data.regions of them in each "
+               f"control step from its {shape.frames}th on, and none while fewer than {cfg.data.vehicles[0]} drive")
+    if meta.get("graph", now := file_hash(graph.__file__)) != now:
+        report(f"NOTE: {raw} was recorded with another env/graph.py, and what it worked out then (conflict, surround, "
+               "globals) stays; name another data.folder to record anew")
     if ranges:
         worst = largest_error(ranges)
         report(f"preprocess: int8 is wrong by at most {worst['nodes']['speed']:.2g} m/s of speed, "

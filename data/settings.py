@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from configs.files import file_hash, may_write, write_whole
+from configs.options import differences
 from data.layout import VERSION, DataError, read_json
 from env import graph
 from env.scenarios import options_of, path_of
@@ -106,24 +107,19 @@ def processed_folder(cfg):
 
 
 def check_settings(path, settings, remedy):
-    """Write `settings` to `path`, or compare with what is there: DataError lists the first differences."""
-    if not path.exists():
-        if any(path.parent.glob("chunk_*")):
-            raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
+    """Write `settings` to `path`, or compare with what is there: DataError lists the first differences. Where it was
+    lost, metadata.json beside it says the same of a finished collection."""
+    settings, finished = json.loads(json.dumps(settings)), path.with_name("metadata.json")
+    if path.exists():
+        old = read_json(path, "the settings of this data set")
+    elif finished.exists():
+        old = read_json(finished, "metadata of a collection").get("settings", {})
+    elif any(path.parent.glob("chunk_*")):
+        raise DataError(f"{path}: missing, although there are chunks that it should describe; {remedy}")
+    else:
         with may_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(settings, indent=1))
-        return
-    old = read_json(path, "the settings of this data set")
-    if old != json.loads(json.dumps(settings)):
-        differences = list(_differences(old, settings))[:5]
-        raise DataError(f"{path}: this data set was made with other settings ({'; '.join(differences)}); {remedy}")
-
-
-def _differences(old, new, prefix=""):
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            yield from _differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            yield f"{prefix}{key} was {a!r}, is {b!r}"
+        return write_whole(path, json.dumps(settings, indent=1))
+    if old != settings:
+        changed = list(differences(old, settings))[:5]
+        raise DataError(f"{path}: this data set was made with other settings ({'; '.join(changed)}); {remedy}")

@@ -182,7 +182,7 @@ def _put_back(folder):
     """A crash while a step was being replaced leaves the old one under its waiting name: give it its name again."""
     for old in folder.glob(".old_step_*"):
         final = folder / old.name.removeprefix(".old_")
-        with contextlib.suppress(FileNotFoundError):  # another rank was first
+        with contextlib.suppress(OSError):  # another rank was first, or nobody may write here
             if not final.exists():
                 old.rename(final)
     _name_best(folder)

@@ -4,6 +4,7 @@ import inspect
 import os
 import signal
 import socket
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configs import ConfigError
 from configs.console import say
 from runtime.precision import set_numerics
-from runtime.resources import stop_signals, threads_per_process
+from runtime.resources import ONE_REQUEST_S, stop_signals, threads_per_process
 
 
 @dataclass
@@ -167,20 +168,22 @@ def wrap(module, team, ddp):
 
 
 class StopRequest:
-    """`stop_signals` ask for a stop at the next step boundary; a second one leaves at once, but for SIGHUP: a closing
+    """`stop_signals` ask for a stop at the next step boundary; a later one leaves at once, but for SIGHUP: a closing
     terminal may send several.
 
     The handler only sets a flag; MemoryGuard.must_stop turns it into a decision of all ranks.
     """
 
     def __init__(self):
-        self.asked, self.number = False, None  # the signal that did
+        self.asked, self.since, self.number = False, 0.0, None  # the signal that did
         for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number, frame):
+        if self.asked and time.monotonic() - self.since < ONE_REQUEST_S:
+            return
         if self.asked and number != signal.SIGHUP:
             os._exit(128 + number)
-        self.asked, self.number = True, number
+        self.asked, self.since, self.number = True, time.monotonic(), number
         with contextlib.suppress(OSError):  # nobody reads it
             os.write(2, b"stop requested: finishing the step and saving (again to leave at once)\n")

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from configs.options import leaves
 from data.location import MEMORY, on_windows_drive
-from data.settings import DataError, processed_folder
+from data.settings import DataError, of_scenario, processed_folder, scenarios
 from env.launch import SumoError
 from runtime import machine
 from runtime.machine import FAIL, OK, WARN, Finding
@@ -49,22 +49,24 @@ def examine(cfg):
     yield machine.space(MEMORY, 1, "/dev/shm", "NCCL and data.tmpfs need it: docker run --shm-size=4g, or `mount -o "
                         "remount,size=4G /dev/shm`")
     yield machine.open_files()
-    for key in ("data", "run"):
-        yield place(f"{key}.folder", getattr(cfg, key).folder)
+    yield from (place(f"{key}.folder", getattr(cfg, key).folder) for key in ("data", "run"))
 
 
 def sumo(cfg):
-    """Really start SUMO on the configured scenario and simulate three control steps."""
-    start = time.perf_counter()
+    """Really start SUMO on each scenario that is recorded or driven, and simulate three control steps."""
+    start, names = time.perf_counter(), []
     try:
         from env.traffic_env import TrafficEnv
-        with contextlib.closing(TrafficEnv(cfg)) as env:
-            env.reset(seed=1)
-            for _ in range(3):
-                env.step(env.action_space.sample())
+        for name in dict.fromkeys([cfg.env.scenario, *scenarios(cfg)]):
+            with contextlib.closing(TrafficEnv(of_scenario(cfg, name))) as env:
+                for seed in range(len(env.variants)):
+                    env.reset(seed=seed)
+                    names.append(env.env_cfg.scenario)
+                    [env.step(env.action_space.sample()) for _ in range(3)]
     except (SumoError, OSError, ImportError) as error:
         return Finding(FAIL, "SUMO", str(error), "pip install -e .; for a scenario of your own, what SUMO says above")
-    return Finding(OK, "SUMO", f"{cfg.env.scenario}: starts, and three steps, in {time.perf_counter() - start:.2f} s")
+    said = f"starts, and three steps, in {time.perf_counter() - start:.2f} s"
+    return Finding(OK, "SUMO", f"{', '.join(dict.fromkeys(names))}: {said}")
 
 
 def gpu_facts():
@@ -81,7 +83,8 @@ def place(key, folder):
         own = Path.home() / Path(folder).name
         return Finding(WARN, key, f"{Path(folder).resolve()} is a Windows drive, several times slower than WSL2's own",
                        f"set {key} to a folder below your Linux home, for example {key}={own}")
-    return machine.space(folder, 5, key, f"free some, or set {key} to another drive")
+    return machine.space(folder, 5, key, f"free some, or set {key} to another drive",
+                         FAIL if key == "run.folder" else WARN)  # a finished data set may be read-only
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------

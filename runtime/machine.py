@@ -150,12 +150,13 @@ def memory(gb, wsl):
         WSLCONFIG if wsl else "fallocate -l 8G /swapfile; chmod 600 /swapfile; mkswap /swapfile; swapon /swapfile"))
 
 
-def space(path, need_gb, what, remedy, free=None):
-    """Free space where `path` is or will be; `free` in bytes, by default asked for."""
+def space(path, need_gb, what, remedy, closed=WARN, free=None):
+    """Free space where `path` is or will be; `closed`: what it is that nobody may write there; `free` in bytes, by
+    default asked for."""
     here = Path(os.path.realpath(path))
     place = next(p for p in (here, *here.parents) if os.path.exists(p))  # may be closed
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        return Finding(WARN, what, f"{place} is no folder that can be written to", f"name another {what}")
+        return Finding(closed, what, f"{place} is no folder that can be written to", f"name another {what}")
     gb = (shutil.disk_usage(place).free if free is None else free) / 2**30
     return judged(gb >= need_gb, what, f"{gb:.1f} GB free in {place}", remedy)
 

@@ -1,5 +1,7 @@
-"""Mixed precision: one autocast context and one loss scaler that does nothing where it is not needed."""
+"""How PyTorch computes: mixed precision, one autocast context and one loss scaler that does nothing where it is not
+needed; torch.compile."""
 import contextlib
+import copy
 import os
 
 import torch
@@ -115,3 +117,21 @@ class Precision:
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
+
+
+def compile_gnn(gnn, wanted, say, backend="inductor"):
+    """torch.compile the risk GNN, the largest part of every forward pass, if `wanted` and possible, else say why."""
+    if not wanted:
+        return
+    n, k, device = 16, 4, next(gnn.parameters()).device
+    parts = torch.zeros(1, n, 9), torch.zeros(1, n, 14), torch.zeros(1, n, k, 4), torch.full((1, n, k), -1)
+    trial = copy.deepcopy(gnn).requires_grad_(True)  # phase 3 has frozen it
+    trial.compile(backend=backend, dynamic=True)
+    try:
+        trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()
+    except Exception as error:  # compilers fail in many ways, and the program runs without
+        words = " ".join(str(error).split())[:200]
+        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {words}); "
+                   "nothing is compiled")
+    gnn.compile(backend=backend, dynamic=True)
+    say("torch.compile: the risk GNN is compiled")

@@ -72,6 +72,9 @@ def after_imports():
     console.heed_ctrl_c()
 
 
+ONE_REQUEST_S = 0.5  # `timeout` and systemd ask twice, a process by itself and its group: that is one request
+
+
 def stop_signals():
     """What asks a command to save and end: Ctrl-C, SIGTERM, and a terminal that closes, which nohup has us ignore."""
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []

@@ -1,13 +1,14 @@
 """What the training scripts share: run folders, the first weights of a phase, resuming, and means for the log."""
-import copy
+import hashlib
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from configs import Config, ConfigError, dump_config, to_dict
-from configs.options import leaves
+from configs.options import differences, leaves
 from runtime import checkpoint
 from runtime.distributed import check_shared
 from runtime.profiler import profile_steps
@@ -58,7 +59,9 @@ def first_weights(model, cfg, folder, phases, say):
             room = config["model"].get("lane_room_m", cfg.model.lane_room_m)
             if phase > 1 and room != cfg.model.lane_room_m:
                 say(f"NOTE: it learned with model.lane_room_m={room} and goes on with {cfg.model.lane_room_m}")
-            return f"phase {phase}, epoch {state.get('epoch')}, {counters.get('updates')} updates"
+            digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in model.state_dict().values()))
+            return (f"phase {phase}, epoch {state.get('epoch')}, {counters.get('updates')} updates, weights "
+                    + digest.hexdigest()[:8])
     say(f"NOTE: no checkpoint of phase {' or '.join(map(str, phases))} in {folder}: these parts start untrained")
     return "nothing"
 
@@ -84,7 +87,7 @@ class Progress:
         self.anchor = anchor  # a module that the loss compares with, or None
         self.cfg, self.team, self.folder = cfg, team, folder
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.counters, self.failures = dict(COUNTERS), 0
+        self.counters, self.failures, self.trained_with = dict(COUNTERS), 0, None
         if team.is_main:
             self.locks = claim_phase(folder)  # held until this process ends
             profile_steps(optimizer, cfg.profile, folder)
@@ -128,11 +131,24 @@ class Progress:
                                              f"program: {type(error).__name__} {error}") from None
         self.team.say(f"resumed from {self.folder} (epoch {counters['epoch']}, {counters['updates']} updates)")
         c, anew = self.counters, f"; coordinator.py --from-phase {self.folder.name[-1]} begins it anew"
-        if begun != c["begun"] is not None:
+        if c["begun"] is not None and not str(begun).startswith(c["begun"]):  # older ones do not name the weights
             self.team.say(f"NOTE: {self.folder} began from {c['begun']}, not from what is there now, {begun}{anew}")
         if traffic != c["traffic"] is not None:
             self.team.say(f"NOTE: {self.folder} began with another scenario, or its files, demand or drivers{anew}")
+        self.trained_with = state.get("config")
         return True
+
+    def note_changes(self, epochs):
+        """Say so where the phase, of so many epochs, is over, and was trained with other settings than those of now."""
+        name, before = self.folder.name, self.trained_with
+        if self.counters["epoch"] < epochs or not isinstance(before, dict):
+            return
+        now = asdict(getattr(self.cfg, name))
+        length = "iterations" if "iterations" in now else "epochs"  # fewer of them is no other way of training
+        was = {**now, **before.get(name, {}), length: now[length]}
+        if changed := list(differences(was, now, f"{name}."))[:5]:
+            self.team.say(f"NOTE: {self.folder} is finished, and was trained otherwise: {'; '.join(changed)}; "
+                          f"coordinator.py --from-phase {name[-1]} begins it anew")
 
     def begin_data(self, name, epochs):
         """Note which data set is learned from. On another one than before, an epoch begins anew and so does the search
@@ -224,24 +240,6 @@ def episode_facts(team, facts):
         result.update({**{key: f[key] / f["episodes"] for key in ("return", "return_per_icv", "ocr", "mean_speed")},
                        "collisions": int(f["collisions"]), "overflow_vehicles": int(f["overflow"])})
     return result
-
-
-def compile_gnn(gnn, wanted, say, backend="inductor"):
-    """torch.compile the risk GNN, the largest part of every forward pass, if `wanted` and possible, else say why."""
-    if not wanted:
-        return
-    n, k, device = 16, 4, next(gnn.parameters()).device
-    parts = torch.zeros(1, n, 9), torch.zeros(1, n, 14), torch.zeros(1, n, k, 4), torch.full((1, n, k), -1)
-    trial = copy.deepcopy(gnn).requires_grad_(True)  # phase 3 has frozen it
-    trial.compile(backend=backend, dynamic=True)
-    try:
-        trial(*(x.to(device) for x in parts), torch.ones(1, n, dtype=torch.bool, device=device)).sum().backward()
-    except Exception as error:  # compilers fail in many ways, and the program runs without
-        words = " ".join(str(error).split())[:200]
-        return say(f"NOTE: model.compile=true, but torch.compile does not work here ({type(error).__name__}: {words}); "
-                   "nothing is compiled")
-    gnn.compile(backend=backend, dynamic=True)
-    say("torch.compile: the risk GNN is compiled")
 
 
 def to_device(batch, device):

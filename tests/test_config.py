@@ -296,11 +296,11 @@ def test_empty_file_means_the_defaults(tmp_path, text):
     (["ddp.static_graph=true", "phase3.accumulation=1", "phase2.imitate_keep=2", "phase2.imitate_corrections=1"],
      ["ddp.static_graph", "phase2.imitate_keep=2"]),
     (["phase3.fragment_length=4", "phase3.sequence_length=2"], ["phase3.fragment_length=4", "data.future=5"]),
-    (["data.vehicles=[20, 10]"], ["data.vehicles=[20, 10]"]), (["data.vehicles=[1, 10]"], ["data.vehicles=[1, 10]"]),
-    (["data.vehicles=[10]"], ["data.vehicles=[10]"]), (["data.vehicles=[4, 8, 9]"], ["data.vehicles"]),
+    *(([f"data.vehicles={v}"], [f"data.vehicles={v}"]) for v in ([20, 10], [1, 10], [10], [4, 8, 9])),
     (["data.vehicles=[10, 20]", "env.max_vehicles=15"], ["data.vehicles", "env.max_vehicles=15"]),
     (["phase3.sequence_length=7"], ["phase3.fragment_length=200", "phase3.sequence_length=7"]),
     (["phase3.multiplier_init=9", "phase3.multiplier_max=5"], ["phase3.multiplier_init=9.0"]),  # held for one epoch
+    (["data.samples=50"], ["data.samples=50", "data.samples_per_episode=50", "nothing to train on"]),
     (["phase2.fragment_length=901"], ["phase2.fragment_length=901", "900 control steps"]),
     (["phase1.augment.time_shift=11"], ["phase1.augment.time_shift=11", "data.margin=10"]),
     (["env.horizon_s=34", "phase2.fragment_length=20"], ["env.horizon_s=34", "data.margin=10"]),

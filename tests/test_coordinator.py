@@ -277,6 +277,19 @@ def test_terminal_that_closes_asks_for_a_stop_and_nohup_keeps_it_from_that(monke
         assert stop.asked and not getattr(stop, "at_once", False)
 
 
+def test_one_request_that_arrives_twice_is_passed_on_once():
+    """`timeout` sends SIGTERM to its child and then to its group: the step was killed, and what it had learned lost."""
+    stop, sent = coordinator.Stop(), []
+    stop.child = SimpleNamespace(poll=lambda: None, send_signal=sent.append)
+    stop._kill = lambda: sent.append("killed")
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    assert sent == [signal.SIGTERM] and not stop.at_once
+    stop.since -= 1.0
+    signal.raise_signal(signal.SIGTERM)
+    assert sent == [signal.SIGTERM, "killed"] and stop.at_once
+
+
 def test_second_signal_ends_ranks_too_that_have_only_begun(tmp_path, ends_soon):
     """Killed while its ranks still imported PyTorch, torchrun left them behind: they had not asked to die with it."""
     (tmp_path / "train_ddp.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)")

@@ -219,11 +219,16 @@ def test_descriptions_of_another_kind_are_refused_by_preprocessing_too(copy, con
 
 
 def test_chunks_without_their_settings_are_refused(raw):
-    """config.json was written anew, so that a data set of other settings counted as one of these."""
+    """config.json was written anew, so that a data set of other settings counted as one of these. Then it was refused
+    for good, although metadata.json has the same settings; the advice about a damaged one is to remove it."""
     (raw / "raw/config.json").unlink()
     for step in (collect, preprocess):
-        with pytest.raises(DataError, match="config.json: missing, although"):
+        step(config(raw), silent)
+        with pytest.raises(DataError, match="made with other settings .seed was 1, is 5"):
             step(config(raw, "data.seed=5"), silent)
+    (raw / "raw/metadata.json").unlink()
+    with pytest.raises(DataError, match="config.json: missing, although"):
+        collect(config(raw, "data.seed=5"), silent)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3"])

@@ -317,7 +317,7 @@ def test_variants_of_a_suite_do_not_cancel_the_demand_scale(tmp_path):
 
 def test_moments_that_were_postponed_are_not_all_the_same(tmp_path):
     """As soon as there were enough vehicles, every overdue moment was cut from the same frames: duplicates."""
-    cfg = config(tmp_path, "data.samples=8", "data.samples_per_episode=8", "env.demand_scale=0.5",
+    cfg = config(tmp_path, "data.samples=16", "data.samples_per_episode=8", "env.demand_scale=0.5",
                  "data.vehicles=[14,15]")
     (tmp_path / "raw").mkdir(parents=True)
     assert collect_episode(cfg, episode_plan(cfg)[0], tmp_path / "raw") == 8

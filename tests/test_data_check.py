@@ -101,12 +101,19 @@ def change_raw(folder, change):
     (lambda c: c["samples"][1].pop("lead"), ["row 1", "lead"]),
     (lambda c: c["samples"].__setitem__(3, 7), ["row 3", "not a sample"]),
     (lambda c: c["samples"].pop(), ["4 samples, expected 5"]),
-    (lambda c: c.clear(), ["not a raw chunk"])])
+    (lambda c: c.update(samples=3), ["not a raw chunk"]), (lambda c: c.clear(), ["not a raw chunk"])])
 def test_wrong_raw_sample_is_found_with_file_and_row(copy, change, words):
     change_raw(copy, change)
     findings = checked(copy)
     assert len(findings) == 1 and str(copy / "raw" / "chunk_001_0.json") in findings[0]
     assert [word for word in words if word not in findings[0]] == []
+
+
+def test_damaged_settings_are_found(copy):
+    """"Nothing wrong", but data.collect and data.preprocess refused it."""
+    (copy / "raw" / "config.json").write_text('{"version": 4,')
+    finding, = checked(copy)
+    assert "config.json: damaged or half written" in finding and "remove it" in finding
 
 
 @pytest.mark.parametrize("name", ["raw/metadata.json", "metadata.json", "statistics.json"])

@@ -227,7 +227,7 @@ if __name__ == "__main__":
 def test_processes_that_collect_for_a_script_do_not_load_its_pytorch(tmp_path):
     """Phase 1 that collects its own data had PyTorch in each of them: 1 GB more in six processes."""
     (tmp_path / "script.py").write_text(SCRIPT_WITH_TORCH)
-    words = [f"data.folder={tmp_path}/data", "data.samples=2", "data.samples_per_episode=2", "data.processes=1"]
+    words = [f"data.folder={tmp_path}/data", "data.samples=3", "data.samples_per_episode=2", "data.processes=1"]
     done = subprocess.run([sys.executable, str(tmp_path / "script.py"), *words], cwd=ROOT, timeout=120,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0 and "seen [(False, True)]" in done.stdout, done.stderr

@@ -212,6 +212,23 @@ def test_doctor_finds_what_fails_and_says_so():
     assert run("phase1.epochz=3").returncode == 2
 
 
+@pytest.mark.parametrize("words, status, found", [
+    (["env.suite=[env.scenario=gone.sumocfg, same]"], FAIL, "gone.sumocfg"),
+    (["data.scenarios=[gone.sumocfg]"], FAIL, "gone.sumocfg"),
+    (["env.suite=[env.scenario=merge, env.scenario=ring]"], OK, "merge, ring: starts")])
+def test_every_scenario_is_started(words, status, found):
+    """Of a suite without the corridor, and of one with a file that is not there, it said "ok, corridor: starts"."""
+    finding = doctor.sumo(load_config("configs/smoke.yaml", words))
+    assert finding.status == status and found in finding.found
+
+
+def test_where_no_run_can_write_fails(tmp_path):
+    """A warning and exit code 0, where every other command refuses; a finished data set may be read-only."""
+    (tmp_path / "file").touch()
+    places = {key: doctor.place(f"{key}.folder", str(tmp_path / "file/deeper")).status for key in ("run", "data")}
+    assert places == {"run": FAIL, "data": WARN}
+
+
 def test_doctor_measures_and_advises(monkeypatch, capsys, tmp_path):
     """Every measurement once: the figures mean nothing here. A sequence that is shorter than what is predicted was a
     traceback."""

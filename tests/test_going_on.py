@@ -158,7 +158,31 @@ def test_a_phase_says_so_when_it_began_from_something_else(tmp_path, capsys):
     begun = first_weights(first.model, first.cfg, tmp_path, (1,), said.append)
     trainee(tmp_path / "phase2", 2)[0].resume("phase 1, epoch 5, 50 updates")
     assert "began from phase 1, epoch 0, 1 updates" in (out := capsys.readouterr().out) and "--from-phase 2" in out
-    assert len(said) == 1 and begun == "phase 1, epoch 0, 1 updates"
+    assert len(said) == 1 and begun.startswith("phase 1, epoch 0, 1 updates, weights ")
+    # One trained anew looked like the one before, of as many epochs. Older checkpoints do not name the weights.
+    for was, told in ((begun[:-1] + "x", 1), ("phase 1, epoch 0, 1 updates", 0), ("phase 1, epoch 0, 11 updates", 1)):
+        phase2, _ = trainee(tmp_path / f"other{len(was)}{told}" / "phase2", 2)
+        phase2.resume(was), phase2.save(), capsys.readouterr()
+        phase2.resume(begun)
+        assert capsys.readouterr().out.count("NOTE") == told
+
+
+def test_a_finished_phase_says_so_when_its_settings_are_others_now(tmp_path, capsys):
+    """`train_ddp.py phase1.lr=0.002` on a finished run said "finished", and report and config.yaml named that rate."""
+    first, step = trainee(tmp_path / "phase1", 1)
+    step(), first.save()
+    other, _ = trainee(tmp_path / "phase1", 1)
+    other.cfg.phase1.lr, other.cfg.phase1.amp.dtype = 0.002, "bf16"
+    other.resume()
+    other.note_changes(1)  # an epoch is left: what it learns from now on, it learns with these
+    assert "NOTE" not in capsys.readouterr().out
+    other.note_changes(0)
+    said = capsys.readouterr().out
+    assert "phase1 is finished" in said and "--from-phase 1" in said
+    assert "phase1.lr was" in said and "is 0.002" in said and "phase1.amp.dtype was 'fp16', is 'bf16'" in said
+    first.resume(), capsys.readouterr()
+    first.note_changes(0)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_phase_says_so_when_the_traffic_is_another_one(tmp_path, capsys):

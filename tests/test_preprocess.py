@@ -272,6 +272,27 @@ def test_remedy_for_a_missing_chunk_works(copy):
     assert hashes(graphs(copy)) == before
 
 
+def test_labels_of_another_graph_module_and_missing_samples_are_told(raw, tmp_path, monkeypatch):
+    """After a change of env/graph.py the graphs were made anew, the conflict labels were the old ones; and a collection
+    of a fourth of data.samples said nothing."""
+    def notes(*overrides):
+        said = []
+        preprocess(config(raw, *overrides), said.append)
+        return [line for line in said if line.startswith("NOTE")]
+    assert notes() == []
+    changed = tmp_path / "graph.py"
+    changed.write_text("# other labels\n")
+    monkeypatch.setattr("env.graph.__file__", str(changed))
+    note, = notes()
+    assert "another env/graph.py" in note and "another data.folder" in note
+    path = raw / "raw/metadata.json"
+    meta = json.loads(path.read_text())
+    del meta["graph"], meta["chunks"][0]["hashes"][0]  # an older collection; one sample fewer
+    write_whole(path, json.dumps(meta))
+    note, = notes("graph.radius_m=20")
+    assert f"data.samples={SAMPLES} asks for more" in note
+
+
 def test_equal_traffic_is_a_duplicate_whenever_it_happened(copy):
     """The hash included episode and time, so that no duplicate could ever be found across episodes."""
     _, sample = raw_samples(copy)[0]

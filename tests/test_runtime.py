@@ -24,11 +24,11 @@ from runtime.batch_size import first_batch, next_batch, search
 from runtime.distributed import StopRequest, Team
 from runtime.memory import PeakMemory, component, process_tree, pss_mb, tree_memory
 from runtime.metrics import Metrics, read_metrics
-from runtime.precision import HysteresisScaler, Precision, set_numerics
+from runtime.precision import HysteresisScaler, Precision, compile_gnn, set_numerics
 from runtime.resources import claim
 from runtime.rollout import episode_seed
 from runtime.schedule import learning_rate, reduce_on_plateau
-from runtime.training import compile_gnn, rescale_values
+from runtime.training import rescale_values
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -287,12 +287,13 @@ def test_values_adopt_the_first_moments_and_half_of_later_ones():
 
 
 def test_first_signal_asks_and_second_leaves_at_once(monkeypatch):
-    codes = []
+    stop, codes = StopRequest(), []
     monkeypatch.setattr(os, "_exit", codes.append)
-    stop = StopRequest()
     assert not stop.asked
-    signal.raise_signal(signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):  # one request that came twice, and nothing was saved
+        signal.raise_signal(number)
     assert stop.asked and codes == []
+    stop.since -= 1.0
     signal.raise_signal(signal.SIGTERM)
     assert codes == [128 + signal.SIGTERM]
 
@@ -382,7 +383,7 @@ def test_the_rank_with_the_fullest_memory_decides_the_batch_size(fails_at, expec
 def test_compilation_is_tried_first_and_gives_the_same(capsys):
     """A compiler that does not work ends in one message; the model computes as before either way."""
     torch.manual_seed(0)
-    gnn, said = RiskGNN(PRESETS["small"]), []
+    gnn, said, compiled = RiskGNN(PRESETS["small"]), [], []
     g = torch.Generator().manual_seed(0)
     inputs = (torch.rand(2, 6, 9, generator=g), torch.rand(2, 6, 14, generator=g), torch.rand(2, 6, 3, 4, generator=g),
               torch.randint(-1, 6, (2, 6, 3), generator=g), torch.ones(2, 6, dtype=torch.bool))
@@ -394,7 +395,6 @@ def test_compilation_is_tried_first_and_gives_the_same(capsys):
     compile_gnn(gnn, True, said.append, backend=broken)
     assert len(said) == 1 and "model.compile" in said[0] and "no compiler" in said[0] and "\n" not in said[0]
     assert torch.equal(gnn(*inputs), expected)
-    compiled = []
     compile_gnn(gnn, True, said.append, backend=lambda graph, example: compiled.append(1) or graph.forward)
     torch.testing.assert_close(gnn(*inputs), expected)
     assert len(said) == 2 and len(compiled) >= 2 and all(p.grad is None for p in gnn.parameters())

@@ -21,9 +21,9 @@ from models.presets import PRESETS
 from models.risk_gnn import RiskGNN
 from runtime import distributed, ending
 from runtime.batch_size import memory_share
-from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, Precision
+from runtime.precision import MOST_OVERFLOWS, HysteresisScaler, Precision, compile_gnn
 from runtime.rollout import note_cut_episodes
-from runtime.training import Progress, compile_gnn, mean_logs
+from runtime.training import Progress, mean_logs
 
 ALONE = distributed.Team(0, 1, 0, 1, torch.device("cpu"))
 

@@ -109,6 +109,18 @@ def test_numbers_of_a_scenario_that_is_not_there_are_refused(config, overrides, 
         load_config(f"configs/{config}.yaml", overrides)
 
 
+@pytest.mark.parametrize("config, override, key", [
+    ("suite", "corridor.main_flow=1000", "corridor.main_flow"),
+    ("suite", "corridor.ramp_flow = 500", "corridor.ramp_flow"),
+    ("scenes", "env.scenario=corridor", "env.scenario"), ("scenes", "data.scenarios=[corridor]", "data.scenarios")])
+def test_what_every_element_of_a_suite_sets_is_refused_on_the_command_line(config, override, key):
+    """It changed nothing, without a word: a sweep over the demand was a table of equal columns."""
+    with pytest.raises(ConfigError, match=rf"^command line: {key}.*env.suite=\[same\]"):
+        load_config(f"configs/{config}.yaml", [override])
+    assert load_config(f"configs/{config}.yaml", [override, "env.suite=[same]"]).env.suite == ["same"]
+    load_config("configs/roads_train.yaml", ["env.icv_share=0.1"])  # one element of twelve has its own
+
+
 @pytest.mark.parametrize("config, overrides", [
     ("scenes", ["ring.vehicles=30"]), ("world_model", ["merge.ramp_flow=300"]),
     ("smoke", ["env.suite=[same, env.scenario=ring]", "ring.vehicles=30", "driver.sigma=0.2"])])
