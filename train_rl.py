@@ -95,7 +95,8 @@ def phase2(cfg, team, guard):
             boundary = (asked or fewer or coming != rule or c["epoch"] == p.iterations
                         or c["epoch"] % p.checkpoint_every == 0)
             if boundary:
-                value = math.inf if rule == "drives" else -summary["reward"]  # the policy's highest reward is the best
+                # The best is the policy that has learned from the rollout with the highest reward of its own.
+                value = math.inf if rule == "drives" else -summary["reward"]
                 progress.save(value, may_fail=c["epoch"] < p.iterations and not asked)
                 kept.trim(0 if progress.failures else c["epoch"])
             if asked and c["epoch"] < p.iterations:
