@@ -43,7 +43,7 @@ from runtime.ending import run_script
 from runtime.guard import MemoryGuard, split
 from runtime.metrics import Metrics
 from runtime.precision import Precision, compile_gnn, require_finite
-from runtime.rollout import Collector, check_collection, summarise
+from runtime.rollout import Collector, check_collection, mean_icvs, summarise
 from runtime.schedule import learning_rate, reduce_on_plateau, set_learning_rate
 from runtime.training import (Progress, episode_facts, first_weights, mean_logs, rescale_values, run_folder,
                               save_config, to_device)
@@ -228,7 +228,7 @@ def phase3(cfg, team, guard):
     progress = Progress(cfg, team, folder / "phase3", model, optimizer, precision.scaler, objective.reference)
     per_episode = math.ceil(cfg.env.episode_steps / p.fragment_length)  # epochs
     (c := progress.counters).update(multiplier=p.multiplier_init, integral=p.multiplier_init, last_cost=math.inf,
-                                    costs=[])
+                                    efforts=[], icvs=[])
     progress.resume(begun, traffic_hash(cfg))
     if p.risk_weight:
         model.safety_shield.risk_trained.fill_(True)  # from now on it has a say
@@ -254,7 +254,7 @@ def phase3(cfg, team, guard):
                            **episode_facts(team, facts), env_steps=int(c["env_steps"]), updates=c["updates"],
                            time_learn=time.perf_counter() - start, **guard.facts())
             if log["overflow_share"] < 1:  # else no step was taken at the price as it is
-                objectives.move_multiplier(c, summary["c_int"], limit, per_episode, p)
+                objectives.move_multiplier(c, summary["c_int"], summary["icvs"], limit, per_episode, p)
             asked = guard.must_stop()
             spare = p.passes * max(len(sequences["before"]) // 2 // p.batch_size, 1) >= p.accumulation  # half would do
             fewer = spare and guard.give_up_worker(pool)
@@ -268,12 +268,13 @@ def phase3(cfg, team, guard):
 
 def advantages(cfg, team, batch, price):
     """{"advantage", "return", "cost_return", "price" of effort}, each [T, E]. The first is that of the reward alone,
-    normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / "icvs", is in its unit."""
+    normalised over all ranks; `price` per unit of C_int, of which an effort is 1 / mean_icvs(batch) at any time, is in
+    its unit."""
     ppo, per_step = cfg.phase2, price * cfg.env.control_interval / cfg.env.horizon_s
     advantage, returns, cost_returns = objectives.rollout_advantages(batch, ppo.gamma, ppo.gae_lambda)
     mean, std = team.moments(advantage)
     return {"advantage": objectives.normalise(advantage, mean, std), "return": returns, "cost_return": cost_returns,
-            "price": per_step / (std + 1e-8) / batch["icvs"].clamp(min=1)}
+            "price": (per_step / (std + 1e-8) / mean_icvs(batch)).repeat(len(advantage), 1)}
 
 
 def make_sequences(cfg, team, batch, multiplier):

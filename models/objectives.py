@@ -70,13 +70,14 @@ def pid_multiplier(integral, cost, last_cost, limit, rate, proportional, derivat
     return min(max(integral + push, 0.0), maximum), integral
 
 
-def move_multiplier(counters, cost, limit, epochs, p):
-    """Move counters["multiplier"] by the mean `cost` of the last `epochs` epochs, over which each environment drives a
-    whole episode: one epoch sees a part of it, in which commands cost more or less than in others, in all environments
-    at once. `p` is configs.Phase3Config."""
+def move_multiplier(counters, cost, icvs, limit, epochs, p):
+    """Move counters["multiplier"] by C_int over the last `epochs` epochs, in which each environment drives a whole
+    episode: one epoch sees a part of it, in which commands cost more or less than in others, in all environments at
+    once. `cost` is the epoch's C_int, effort by ICVs present: so is the episode's, and an epoch counts by the mean
+    number of `icvs` in it. `p` is configs.Phase3Config."""
     c = counters
-    c["costs"] = [*c["costs"], cost][-epochs:]
-    mean = sum(c["costs"]) / len(c["costs"])
+    c["efforts"], c["icvs"] = [*c["efforts"], cost * icvs][-epochs:], [*c["icvs"], icvs][-epochs:]
+    mean = sum(c["efforts"]) / (sum(c["icvs"]) or 1.0)
     c["multiplier"], c["integral"] = pid_multiplier(c["integral"], mean, c["last_cost"], limit, p.multiplier_lr,
                                                     p.multiplier_proportional, p.multiplier_derivative,
                                                     p.multiplier_max)

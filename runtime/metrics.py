@@ -51,6 +51,7 @@ VOCABULARY = {
     "mean_speed": "mean speed of all vehicles, m/s, over ended episodes",
     "reward": "mean reward per control step",
     "c_int": "intervention cost per control step and ICV, mean",
+    "icvs": "connected vehicles present, mean",
     "episodes": "episodes that ended in this record",
     "ocr": "mean share of loaded vehicles that arrived, over ended episodes",
     "collisions": "collisions in ended episodes",

@@ -195,15 +195,22 @@ class Collector:
 
 
 def summarise(team, batch):
-    """Mean reward, C_int and share of released picks of a rollout over all ranks; lost steps count as none. C_int is
-    that of a score, by environment: the sum of the effort by that of the ICVs present. (The mean of "cost", effort per
-    ICV, is higher while there are few.)"""
+    """Mean reward, C_int, number of ICVs and share of released picks of a rollout over all ranks; lost steps count as
+    none. C_int is that of a score, by environment: the sum of the effort by that of the ICVs present. (The mean of
+    "cost", effort per ICV, is higher while there are few.)"""
     active, real = batch["pick_valid"], ~batch["lost"]
     icvs = batch["icvs"] * real
     costs = (batch["cost"] * icvs).sum(0) / icvs.sum(0).clamp(min=1)
-    reward, n, cost, envs, released, picks = team.all_sum([float(x.sum()) for x in (
-        batch["reward"], real, costs, real.any(0), batch["release"] & active, active)])
-    return {"reward": reward / max(n, 1), "c_int": cost / max(envs, 1), "released": released / max(picks, 1)}
+    reward, n, cost, envs, present, released, picks = team.all_sum([float(x.sum()) for x in (
+        batch["reward"], real, costs, real.any(0), icvs, batch["release"] & active, active)])
+    return {"reward": reward / max(n, 1), "c_int": cost / max(envs, 1), "icvs": present / max(n, 1),
+            "released": released / max(picks, 1)}
+
+
+def mean_icvs(batch):
+    """Mean number of ICVs in each environment of a rollout over its steps, lost ones not counted, at least 1; [E]."""
+    real = ~batch["lost"]
+    return ((batch["icvs"] * real).sum(0) / real.sum(0).clamp(min=1)).clamp(min=1.0)
 
 
 def alternating(groups):

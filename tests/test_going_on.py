@@ -269,7 +269,7 @@ def test_who_was_asked_to_stop_does_not_wait_for_ranks_that_have_ended():
 
 
 @pytest.mark.parametrize("counters", [
-    {"updates": "many"}, {"multiplier": None, "updates": 1}, {"costs": 7, "updates": 1},
+    {"updates": "many"}, {"multiplier": None, "updates": 1}, {"efforts": 7, "updates": 1},
     {"multiplier": float("nan"), "updates": 1}])
 def test_counters_of_another_kind_are_refused(tmp_path, counters):
     """Those that only one phase has were a traceback in the middle of it."""
@@ -277,7 +277,7 @@ def test_counters_of_another_kind_are_refused(tmp_path, counters):
     step(), first.save()
     checkpoint.save(tmp_path, 2, {**checkpoint.load(tmp_path), "counters": {"epoch": 1, **counters}})
     second, _ = trainee(tmp_path, 2)
-    second.counters.update(multiplier=0.0, costs=[])
+    second.counters.update(multiplier=0.0, efforts=[])
     with pytest.raises(checkpoint.CheckpointError, match="counters.*epoch"):
         second.resume()
 

@@ -8,6 +8,7 @@ from configs.phases import Phase3Config
 from models import objectives
 from models.losses import ConstrainedLoss
 
+BEFORE = {"last_cost": math.inf, "efforts": [], "icvs": []}  # counters of a phase 3 that begins
 GAMMA, LAMBDA, CLIP, HORIZON = 0.97, 0.9, 0.2, 3
 
 
@@ -151,14 +152,25 @@ def test_pid_without_its_gains_is_dual_ascent_and_with_them_answers_at_once():
 def test_multiplier_follows_the_cost_of_whole_episodes():
     """It followed that of the last epoch: where three epochs make an episode and its middle third is the dearest, the
     multiplier of a policy exactly at the limit swung by a third of what it is worth, with the clock alone."""
-    p, c = Phase3Config(multiplier_lr=1000.0), dict(multiplier=500.0, integral=500.0, last_cost=math.inf, costs=[])
+    p, c = Phase3Config(multiplier_lr=1000.0), dict(multiplier=500.0, integral=500.0, **BEFORE)
     multipliers = []
     for cost in [0.1, 0.3, 0.2] * 4:
-        objectives.move_multiplier(c, cost, 0.2, 3, p)
+        objectives.move_multiplier(c, cost, 30.0, 0.2, 3, p)
         multipliers.append(c["multiplier"])
     assert multipliers[2:] == pytest.approx([400.0] * 10) and c["last_cost"] == pytest.approx(0.2)
-    objectives.move_multiplier(c, 0.5, 0.2, 1, p)
-    assert c["multiplier"] == pytest.approx(700.0) and c["costs"] == [0.5]  # an epoch that holds whole episodes
+    objectives.move_multiplier(c, 0.5, 30.0, 0.2, 1, p)
+    assert c["multiplier"] == pytest.approx(700.0) and c["icvs"] == [30.0]  # an epoch that holds whole episodes
+
+
+def test_the_cost_of_an_episode_is_its_effort_by_its_icvs_not_the_mean_of_its_parts():
+    """Of an episode that jams, driven in three epochs, it was half as high again as C_int: parts with few ICVs counted
+    as much as those with many."""
+    p, c = Phase3Config(multiplier_lr=1000.0), dict(multiplier=0.0, integral=0.0, **BEFORE)
+    for effort, icvs in ((30.0, 20.0), (10.0, 40.0), (0.0, 60.0)):  # of a step, in each part of the episode
+        objectives.move_multiplier(c, effort / icvs, icvs, 0.2, 3, p)
+    assert c["last_cost"] == pytest.approx(40 / 120) and (1.5 + 0.25) / 3 > 1.5 * c["last_cost"]
+    objectives.move_multiplier(c, 0.0, 0.0, 0.2, 1, p)  # nobody is connected
+    assert c["last_cost"] == 0.0
 
 
 def test_limit_falls_linearly_and_then_stays():

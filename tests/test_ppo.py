@@ -252,7 +252,9 @@ def learners(tmp_path_factory):
 
 
 def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
-    """With evaluate.leave_below: candidates as in the rollout (the first ratio is 1), but a price per ICV of all."""
+    """With evaluate.leave_below: candidates as in the rollout (the first ratio is 1), but a price per ICV of all. The
+    price is what C_int, effort by the mean number of ICVs, rises by: it was by the number in the step, so that commands
+    of an episode's first minutes, when jams are prevented, cost up to six times those in a jam."""
     cfg = load_config("configs/smoke.yaml", ["env.icv_share=0.5", "phase3.sequence_length=5"])
     cfg.env.horizon_s = cfg.env.warmup_s = 20.0
     model = models["small"]
@@ -263,9 +265,10 @@ def test_phase3_learns_about_those_whom_it_could_pick(scenarios, models):
         rollout, _ = collector.collect(20)
     team = Team(0, 1, 0, 1, torch.device("cpu"))
     sequences, _ = train_ddp.make_sequences(cfg, team, rollout.dense(), 1.0)
-    icvs = sequences["nodes"][..., ICV].float().sum(-1)
-    assert 0.1 < float(sequences["icv"].sum() / icvs.sum()) < 0.9
-    torch.testing.assert_close(sequences["price"] * icvs, (sequences["price"] * icvs)[:1, :1].expand_as(icvs))
+    icvs = sequences["nodes"][..., ICV].float().sum(-1)  # [environments x parts of a sequence's length, steps of one]
+    assert 0.1 < float(sequences["icv"].sum() / icvs.sum()) < 0.9 and icvs.std() > 1
+    worth = sequences["price"].unflatten(0, (2, -1)) * icvs.unflatten(0, (2, -1)).mean((1, 2), keepdim=True)
+    torch.testing.assert_close(worth, worth[:1, :1, :1].expand_as(worth))
     batch = {name: x.float() if x.dtype == torch.float16 else x for name, x in sequences.items()}
     _, log = ConstrainedLoss(model, cfg.phase2, cfg.phase3)(batch, [1.0, 1.0, 1.0])
     assert abs(float(log["kl"])) < 1e-4 and log["clip_share"] == 0
