@@ -183,13 +183,18 @@ def _unread(config, parts, source):
 
 
 def _overruled(config, overrides):
-    """Which "section.key=value" of the command line change nothing: every element of env.suite sets that key. Texts."""
-    own = [{part.partition("=")[0] for part in parts_of(text)} for text in config.env.suite]
+    """Which "section.key=value" of the command line change nothing, because every element of env.suite sets that key
+    or has a scenario that does not read it: texts."""
+    own = [({part.partition("=")[0] for part in parts_of(text)}, one.env.scenario)
+           for text, one in zip(config.env.suite, config.variants())]
     for text in overrides:
         key = text.partition("=")[0].strip()
-        if all({"data.scenarios": "env.scenario"}.get(key, key) in keys for keys in own):
-            yield (f"command line: {text}: changes nothing, because every element of env.suite sets that itself; leave "
-                   "it out, or add env.suite=[same]")
+        key = {"data.scenarios": "env.scenario"}.get(key, key)
+        reader = READ_BY.get(key.partition(".")[0])
+        heard = [key not in keys for keys, scenario in own if reader in (None, scenario)]
+        if heard and not any(heard):
+            yield (f"command line: {text}: changes nothing, because every element of env.suite that reads this sets it "
+                   "itself; leave it out, or add env.suite=[same]")
 
 
 def _suite_checks(c):

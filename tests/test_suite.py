@@ -112,13 +112,14 @@ def test_numbers_of_a_scenario_that_is_not_there_are_refused(config, overrides, 
 @pytest.mark.parametrize("config, override, key", [
     ("suite", "corridor.main_flow=1000", "corridor.main_flow"),
     ("suite", "corridor.ramp_flow = 500", "corridor.ramp_flow"),
+    ("roads_train", "corridor.main_flow=1000", "corridor.main_flow"),  # one of the twelve is a town
     ("scenes", "env.scenario=corridor", "env.scenario"), ("scenes", "data.scenarios=[corridor]", "data.scenarios")])
 def test_what_every_element_of_a_suite_sets_is_refused_on_the_command_line(config, override, key):
     """It changed nothing, without a word: a sweep over the demand was a table of equal columns."""
     with pytest.raises(ConfigError, match=rf"^command line: {key}.*env.suite=\[same\]"):
         load_config(f"configs/{config}.yaml", [override])
     assert load_config(f"configs/{config}.yaml", [override, "env.suite=[same]"]).env.suite == ["same"]
-    load_config("configs/roads_train.yaml", ["env.icv_share=0.1"])  # one element of twelve has its own
+    load_config("configs/roads_train.yaml", ["env.icv_share=0.1", "corridor.ramps=3"])  # some set them, not all
 
 
 @pytest.mark.parametrize("config, overrides", [
