@@ -85,8 +85,8 @@ class GraphConfig:
 @dataclass
 class RewardConfig:
     """Weights and references of the reward (env/score.py)."""
-    efficiency_weight: float = opt(0.7, "weight of S_efficiency in the score")
-    stability_weight: float = opt(0.3, "weight of S_stability in the score")
+    efficiency_weight: float = opt(0.7, "weight of efficiency in the reward (the score's is 0.7)")
+    stability_weight: float = opt(0.3, "weight of stability in the reward (the score's is 0.3)")
     ocr_ref: float = opt(0.8, "typical OCR without control: turns arrivals into score points", low=0.01)
     sigma_ref: float = opt(7.65, "typical sigma_v without control, m/s", low=0.01)
     abs_a_ref: float = opt(0.405, "typical abs_a without control, m/s^2", low=0.01)

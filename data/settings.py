@@ -32,10 +32,11 @@ def raw_settings(cfg):
     env = {k: v for k, v in asdict(cfg.env).items() if not k.endswith("timeout_s") and k not in no_matter}
     near = {k: v for k, v in asdict(cfg.graph).items() if k != "radius_m"}
     sections = scenario_settings(cfg, set(sum(scenarios_by_variant(cfg), [])))
+    rules = {name: asdict(getattr(cfg.baselines, name)) for name in data["controllers"] if hasattr(cfg.baselines, name)}
     return {"version": VERSION, "sumo": version("eclipse-sumo"), "seed": traffic_seed(cfg),
             "features": [*graph.NODE, *graph.EDGE, *graph.GLOBAL, *graph.SURROUND],
             "env": env, "shield": cfg.shield.enabled, "scenario": sections,
-            "driver": asdict(cfg.driver), "baselines": asdict(cfg.baselines), "graph": near,
+            "driver": asdict(cfg.driver), "baselines": rules, "graph": near,
             "data": {**data, "scenarios": scenarios(cfg)}}
 
 
@@ -120,6 +121,8 @@ def check_settings(path, settings, remedy):
         with may_write(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         return write_whole(path, json.dumps(settings, indent=1))
+    if isinstance(rules := old.get("baselines"), dict):  # older ones have those that were not recorded, too
+        old["baselines"] = {name: value for name, value in rules.items() if name in settings.get("baselines", ())}
     if old != settings:
         changed = list(differences(old, settings))[:5]
         raise DataError(f"{path}: this data set was made with other settings ({'; '.join(changed)}); {remedy}")

@@ -75,6 +75,7 @@ def check_moments(optimizer):
                 raise ValueError(f"optimizer: {name} {list(value.shape)} for parameter {list(parameter.shape)}, or NaN")
 
 
+HEARD = {"phase1": (), "phase2": ("reward", "shield", "baselines"), "phase3": ("phase2", "reward", "shield")}  # too
 COUNTERS = {"epoch": 0, "updates": 0, "samples": 0, "env_steps": 0, "best": math.inf, "lr_factor": 1.0,
             "plateau_stage": 0, "plateau_best": math.inf, "plateau_wait": 0}  # a phase may have more
 
@@ -140,14 +141,15 @@ class Progress:
 
     def note_changes(self, epochs):
         """Say so where the phase, of so many epochs, is over, and was trained with other settings than those of now."""
-        name, before = self.folder.name, self.trained_with
+        name, before, changed = self.folder.name, self.trained_with, []
         if self.counters["epoch"] < epochs or not isinstance(before, dict):
             return
-        now = asdict(getattr(self.cfg, name))
-        length = "iterations" if "iterations" in now else "epochs"  # fewer of them is no other way of training
-        was = {**now, **before.get(name, {}), length: now[length]}
-        if changed := list(differences(was, now, f"{name}."))[:5]:
-            self.team.say(f"NOTE: {self.folder} is finished, and was trained otherwise: {'; '.join(changed)}; "
+        for section in (name, *HEARD[name]):
+            now, length = asdict(getattr(self.cfg, section)), "iterations" if section == "phase2" else "epochs"
+            changed += [text for text in differences({**now, **before.get(section, {})}, now, f"{section}.")
+                        if not text.startswith(f"{section}.{length} ")]  # fewer of them is no other way of training
+        if changed:
+            self.team.say(f"NOTE: {self.folder} is finished, and was trained otherwise: {'; '.join(changed[:5])}; "
                           f"coordinator.py --from-phase {name[-1]} begins it anew")
 
     def begin_data(self, name, epochs):

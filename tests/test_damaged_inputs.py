@@ -231,6 +231,18 @@ def test_chunks_without_their_settings_are_refused(raw):
         collect(config(raw, "data.seed=5"), silent)
 
 
+def test_numbers_of_rules_that_were_not_recorded_do_not_matter(raw):
+    """With another number of `harmonise`, or a new rule that has numbers, the recordings of others were refused."""
+    collect(config(raw, "baselines.harmonise.cruise=24"), silent)
+    path = raw / "raw/config.json"
+    content = json.loads(path.read_text())
+    content["baselines"]["harmonise"] = {"cruise": 20.0}  # as older ones have
+    path.write_text(json.dumps(content))
+    collect(config(raw), silent)
+    with pytest.raises(DataError, match="baselines.lane_advice.margin was"):
+        collect(config(raw, "baselines.lane_advice.margin=0.7"), silent)
+
+
 @pytest.mark.parametrize("content", ["[]", "null", "3"])
 def test_settings_of_another_kind_are_refused(raw, content):
     (raw / "raw/config.json").write_text(content)

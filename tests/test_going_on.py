@@ -183,6 +183,16 @@ def test_a_finished_phase_says_so_when_its_settings_are_others_now(tmp_path, cap
     first.resume(), capsys.readouterr()
     first.note_changes(0)
     assert capsys.readouterr().out == ""
+    heard = ("reward.efficiency_weight", "shield.thw_s", "phase2.epochs")
+    second, step = trainee(tmp_path / "phase2", 2)
+    step(), second.save()
+    for number, key in enumerate((*heard, "phase2.iterations", "phase3.epochs")):  # the length is no way of training
+        other, _ = trainee(tmp_path / "phase2", 2)
+        section, name = key.split(".")
+        setattr(getattr(other.cfg, section), name, 7)
+        other.resume(), capsys.readouterr()
+        other.note_changes(0)
+        assert (f"{key} was" in capsys.readouterr().out) == (number < len(heard))
 
 
 def test_a_phase_says_so_when_the_traffic_is_another_one(tmp_path, capsys):
