@@ -85,24 +85,25 @@ def train(options, place, name, *words, minutes=None, every=None):
 
 
 def difference(one, other):
-    """(mean, root mean square) of the difference of two learning curves, over the iterations in which both have one."""
+    """(mean, root mean square, number) of the differences of two learning curves, where both have a return."""
     pairs = [(a, b) for a, b in zip(one["returns"], other["returns"]) if a is not None and b is not None]
     if not pairs:
-        return math.nan, math.nan
+        return math.nan, math.nan, 0
     way = np.array([a - b for a, b in pairs])
-    return float(way.mean()), float((way ** 2).mean() ** 0.5)
+    return float(way.mean()), float((way ** 2).mean() ** 0.5), len(way)
 
 
 def judge(alone, disturbed, other):
     """{promise: (figures as text, kept)}. A difference of one and a half times the noise could be chance in one case
-    of twenty with 20 iterations (F distribution)."""
+    of twenty with 20 iterations (F distribution); a mean difference of three standard errors in one of hundreds."""
     share = disturbed["lost_steps"] / disturbed["steps"]
-    (mean, rms), (noise_mean, noise) = difference(disturbed, alone), difference(other, alone)
+    (mean, rms, n), (noise_mean, noise, _) = difference(disturbed, alone), difference(other, alone)
+    alike = rms < 1.5 * noise and abs(mean) < abs(noise_mean) + 3 * noise / max(n, 1) ** 0.5
     return {"finishes": (f"exit code {disturbed['exit_code']}, {disturbed['iterations']} of {alone['iterations']} "
                          "iterations", disturbed["exit_code"] == 0 and disturbed["iterations"] == alone["iterations"]),
             "loses under 10 % of the steps": (f"{100 * share:.2f} %", share < 0.1),
             "learns the same": (f"return differs by {mean:+.2f} (rms {rms:.2f}); another seed by {noise_mean:+.2f} "
-                                f"(rms {noise:.2f})", rms < 1.5 * noise),
+                                f"(rms {noise:.2f})", alike),
             "leaves nothing behind": ("; ".join(disturbed["left"]) or "nothing", not disturbed["left"])}
 
 

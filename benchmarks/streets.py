@@ -22,6 +22,7 @@ class Street:
         rng = self.rng = np.random.default_rng(number)
         self.kind, self.end = KINDS[number % len(KINDS)], end
         self.lanes, self.limit = int(rng.integers(1, 4)), float(rng.choice(LIMITS))
+        self.lanes = max(self.lanes, 1 + (self.kind == "narrow"))  # one of them ends
         self.nodes, self.edges, self.flows = [], [], []
         sections = int(rng.integers(2, 6))
         for i, x in enumerate(np.cumsum([0.0, *rng.uniform(250, 600, sections)])):
@@ -53,7 +54,7 @@ class Street:
         self.flow("east0", f"to{i}", rate / 2)
 
     def section(self, i, last):
-        lanes = max(1, self.lanes - (last and self.kind == "narrow"))
+        lanes = self.lanes - (last and self.kind == "narrow")
         limit = self.limit / 2 if last and self.kind == "limit" else self.limit
         self.edge(f"east{i}", f"n{i}", f"n{i + 1}", lanes, limit)
         if self.kind == "lights":

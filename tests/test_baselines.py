@@ -360,3 +360,28 @@ def test_wrong_numbers_of_a_controller_are_refused():
     with pytest.raises(Exception, match="baselines.idm.headwax"):
         load_config("configs/default.yaml", ["baselines.idm.headwax=1"])
     assert baselines.make_baseline("none", Config())(traffic(0), 3, None)[0].tolist() == [N] * 3
+
+
+def test_follower_stopper_against_the_rule_for_one_vehicle():
+    seen = set()
+    for seed in range(20):
+        o, expected = traffic(seed), {}
+        mean = max(float(o["globals"][GLOBAL.index("mean_speed")]), 15.0)
+        for i, (v, gap, lead) in enumerate(zip(column(o, "speed"), column(o, "lead_gap"), column(o, "lead_speed"))):
+            g1, g2, g3 = (g + min(lead - v, 0) ** 2 / (2 * d) for g, d in ((4.5, 1.5), (5.25, 1.0), (6.0, 0.5)))
+            slow = min(max(lead, 0), mean)
+            zone = sum(gap > g for g in (g1, g2, g3))
+            target = [0.0, slow * (gap - g1) / (g2 - g1), slow + (mean - slow) * (gap - g2) / (g3 - g2), mean][zone]
+            if o["icv"][i] and target - v < -0.1:
+                expected[i] = (pytest.approx(max(target - v, -3), abs=1e-3), 1)
+                seen.add((zone, target - v > -3))
+        assert sent(rule("follower_stopper")(o, N, None)) == expected
+    assert {zone for zone, _ in seen} == {0, 1, 2, 3}
+
+
+def test_random_changes_lanes_one_time_in_fifteen():
+    rng, act, lanes = np.random.default_rng(0), rule("random"), []
+    for seed in range(300):
+        slot, accel, lane, _ = act(traffic(seed), 5, rng)
+        lanes += lane[slot < N].tolist()
+    assert sum(lane != 1 for lane in lanes) / len(lanes) == pytest.approx(0.1 * 2 / 3, abs=0.02)

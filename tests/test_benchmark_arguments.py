@@ -1,12 +1,15 @@
-"""What is typed wrongly for a benchmark is one line and exit code 2, before anything runs."""
+"""What is typed wrongly for a benchmark is one line and exit code 2, before anything runs; and what some conclude."""
 import importlib
 import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from benchmarks import chaos, learning
 from benchmarks.simulator import Bench
+from configs import ConfigError
 
 BENCHMARKS = ("attention", "balloon", "capacity", "chaos", "checkpointing", "compare_rl", "drills", "fuzz",
               "gpu_memory", "learning", "loader", "nodes", "ppo_update", "reset", "resume", "rollout", "scaling",
@@ -64,3 +67,22 @@ def test_ctrl_c_ends_a_benchmark_with_one_line():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.split("\n") == ["", "interrupted; what was measured stands above", ""]
+
+
+def test_ppo_is_not_compared_with_the_rule_of_its_warm_start(monkeypatch):
+    """The first tenth was the rule's, and "does phase 2 learn?" was answered with how far the policy is below it."""
+    rows = [{"return": value, "imitated": int(n < 20)} for n, value in enumerate([60] * 20 + [40, 41, 42, 43, 50])]
+    assert learning.compare(rows) == (40, 50)
+    monkeypatch.setattr(sys, "argv", ["learning", "--config", "configs/quick.yaml", "--seeds", "1"])
+    with pytest.raises(ConfigError, match="the warm start takes all of phase2.iterations=20"):
+        learning.main()
+
+
+@pytest.mark.parametrize("loss, kept", [(0.5, True), (4.0, False)])
+def test_a_policy_that_learns_less_while_disturbed_is_found(loss, kept):
+    """A mean loss of 4 points of return in 52 iterations, seven standard errors, was "learns the same"."""
+    rng = np.random.default_rng(0)
+    facts = {"lost_steps": 0, "steps": 1, "exit_code": 0, "iterations": 52, "left": []}
+    alone, disturbed, other = ({**facts, "returns": (60 - less + rng.normal(0, 3.4, 52)).tolist()}
+                               for less in (0, loss, 0))
+    assert chaos.judge(alone, disturbed, other)["learns the same"][1] is kept

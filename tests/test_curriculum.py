@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from configs import ConfigError, load_config
 from configs.phases import CurriculumConfig
 from runtime.curriculum import START, after, check, seed_of_stage
 from runtime.training import Progress
-from train_rl import judge_stage, learner
+from train_rl import enter_stage, judge_stage, learner
 
 from test_ppo import ALONE
 
@@ -118,3 +119,9 @@ def test_stages_follow_each_other_while_a_rule_corrects_the_policy(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = map(json.loads, (tmp_path / "smoke/metrics.jsonl").read_text().splitlines())
     assert [row["curriculum_stage"] for row in rows if "curriculum_stage" in row] == [0, 0, 1]
+
+
+def test_each_fall_halves_the_learning_rate():
+    cfg = load_config("configs/smoke.yaml", ["phase2.curriculum.fallback_lr=0.5"])
+    rates = [enter_stage(cfg, {**START, "fallbacks": n}, SimpleNamespace()) for n in range(3)]
+    assert rates == [1.0, 0.5, 0.25]

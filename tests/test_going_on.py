@@ -1,5 +1,6 @@
 """What a phase remembers when it goes on: with other batches, on other data, after a checkpoint that failed."""
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -297,3 +298,22 @@ def test_weights_without_their_numbers_are_refused(change):
     weights = {name: change(value) for name, value in torch.nn.Linear(4, 1).state_dict().items()}
     with pytest.raises(checkpoint.CheckpointError, match="weight: shape of"):
         checkpoint.load_weights(torch.nn.Linear(4, 1), {"schema": {}, "model": weights}, {}, "x")
+
+
+def test_what_does_not_improve_is_learned_more_slowly(train):
+    words = ["phase1.epochs=4", "phase1.stage1_epochs=0", "phase1.warmup_steps=0", "phase1.plateau_factor=0.5"]
+    plain = train(*words, "run.name=plain", "phase1.plateau_epochs=0")
+    slower, each = train(*words, "run.name=slower", "phase1.plateau_epochs=1"), len(plain) // 4
+    factors = [b / a for a, b in zip(plain, slower)]
+    assert factors == pytest.approx([1.0] * 2 * each + [0.5] * each + [0.25] * each)
+
+
+def test_the_best_is_one_of_stage_2_and_holds_the_data_sets_statistics(train, tmp_path):
+    losses = iter([0.1, 0.9, 0.8])
+    train("phase1.epochs=3", "phase1.stage1_epochs=1", loss=lambda: next(losses))
+    state = checkpoint.load(next(tmp_path.glob("*/phase1")), "best")
+    assert state["epoch"] == 3 and state["counters"]["best"] == 0.8
+    path, = [p for p in Path(tmp_path).rglob("statistics.json")]
+    mean, std = (json.loads(path.read_text())["nodes"][name][2] for name in ("mean", "std"))
+    assert [float(state["weights"]["model"][f"risk_gnn.normalize.{name}"][2]) for name in ("mean", "std")] == (
+        pytest.approx([mean, std]))

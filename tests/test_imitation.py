@@ -261,3 +261,23 @@ def test_each_step_learns_from_an_earlier_rollout_too(small, tmp_path):
                             Precision(cfg.phase2.amp, CPU), kept)
         learned.append(likelihood(model.controller, rollouts[0]).item())
     assert learned[1] > learned[0] + 1
+
+
+def test_a_step_from_two_rollouts_is_their_mean(small, tmp_path, monkeypatch):
+    shares, step = [], train_rl.counted_step
+    monkeypatch.setattr(train_rl, "counted_step", lambda p, m, parts, *rest: shares.append(
+        [share / sum(len(one["scene"]) for one, _, _ in parts) for _, share, _ in parts]) or step(p, m, parts, *rest))
+    model, kept = copy.deepcopy(small), Kept(tmp_path, 1, CPU)
+    model.freeze("risk_gnn", "world_model", "safety_shield")
+    for epoch in range(2):
+        progress = SimpleNamespace(model=model, counters={"epoch": epoch, "updates": 0},
+                                   optimizer=torch.optim.SGD(model.controller.parameters(), 1e-4))
+        train_rl.update(config(), ALONE, train_rl.Span(E, ALONE), progress, PPOLoss(model, config().phase2),
+                        rollout_of(model.controller), Precision(config().phase2.amp, CPU), kept)
+    assert shares[0] == [1.0] and shares[-1] == [1.0, 1.0]  # a sum over all control steps, divided by their number
+
+
+def test_phase_2_begins_with_the_exploration_asked_for(tmp_path):
+    cfg = load_config("configs/smoke.yaml", ["run.device=cpu", f"run.folder={tmp_path}", "phase2.exploration=0.3"])
+    progress, _ = train_rl.learner(cfg, ALONE, tmp_path)
+    assert progress.model.controller.log_std.exp().item() == pytest.approx(0.3)

@@ -285,3 +285,10 @@ def test_predictions_start_near_constant_velocity(interval):
     for h in range(4):
         expected = torch.stack([speed * interval * (h + 1), speed], -1)
         torch.testing.assert_close(states[..., h, :], expected, rtol=0, atol=0.2 * (h + 1))
+
+
+def test_scene_holds_the_mean_over_the_vehicles(small):
+    c, mask = small.controller, torch.arange(8) < 3
+    parts = [torch.randn(8, n) for n in (c.d, *2 * [(c.scene_features - 2 * c.d - 16) // 2])]
+    scene = c.scene_summary(*parts, mask, torch.zeros(16))
+    torch.testing.assert_close(scene[:-16 - c.d], torch.cat([x[:3].mean(0) for x in parts]))

@@ -121,3 +121,33 @@ def test_collisions_before_an_episode_begins_are_not_its_own():
         totals.forget_averages()
     totals.step(scene_of([10], [0]), np.array([10.0]), metres, events(1, collisions=6), 0)
     assert totals.summary()["collisions"] == 2
+
+
+def test_who_waits_outside_is_loaded():
+    totals = EpisodeTotals(RewardConfig(), 1.0, 4.0)
+    due = {**events(2, [b"a", b"b"]), "stats.vehicles.waiting": 3}
+    totals.step(scene_of([10, 10], [0, 0]), np.zeros(2), np.ones(2), due, 0)
+    totals.step(scene_of([10], [0]), np.zeros(1), np.ones(1), {**events(2, (), [b"a"]), "stats.vehicles.running": 1,
+                                                               "stats.vehicles.waiting": 3}, 0)
+    assert totals.loaded == 5 and totals.ocr == 0.2
+
+
+def test_warm_up_leaves_nothing_in_averages_and_extremes():
+    totals, metres = EpisodeTotals(RewardConfig(), 1.0, 4.0), np.full(2, 1000.0)
+    scene = scene_of([20, 10], [-5, 0], [0, 1])
+    scene["lead"], scene["lead_gap"], scene["lead_speed"] = [1, -1], [5, 200], [10, 10]
+    totals.step(scene, np.zeros(2), metres, events(2), 3)
+    totals.forget_averages()
+    totals.intervention(6.0, 1)
+    totals.step(scene_of([10, 10], [0, 0], [0]), np.zeros(2), metres, events(2), 0)
+    out = totals.summary()
+    assert (out["hard_brakes"], out["min_ttc"], out["overflow"], out["icvs"], out["c_int"]) == (0, None, 0, 1.0, 6.0)
+    assert out["return"] == totals.reward
+
+
+def test_who_would_be_met_beside_has_no_time_to_collision():
+    totals, scene = EpisodeTotals(RewardConfig(), 1.0, 4.0), scene_of([20, 10, 20], [0] * 3)
+    scene["lead"], scene["lead_gap"], scene["lead_speed"] = [1, -1, 1], [5, 200, 60], [10, 0, 10]
+    scene["aside"][0] = True
+    totals.step(scene, np.zeros(3), np.ones(3), events(3), 0)
+    assert totals.summary()["min_ttc"] == 6.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.shield import ADVERSARIES
+from benchmarks.shield import ADVERSARIES, objections
 from env.graph import SURROUND
 from env.spaces import LEFT, RIGHT
 
@@ -41,3 +41,14 @@ def test_shield_keeps_traffic_safe_and_without_it_nobody_does(tmp_path):
     assert "guard shield: 0 collisions in" in done.stdout
     assert all(row["overrides"] <= row["commands"] for row in rows) and any(
         row["commands"] > row["controlled_vehicle_steps"] for row in rows)
+
+
+def test_what_shows_nothing_is_no_success():
+    """Without ICVs it said "0 collisions in 0 controlled vehicle-steps", exit code 0."""
+    def found(*rows):
+        names = ("scenario", "guard", "controlled_vehicle_steps", "collisions")
+        return " ".join(objections([dict(zip(names, row)) for row in rows]))
+    assert not found(("ring", "shield", 9, 0), ("ring", "SUMO", 9, 1), ("ring", "none", 9, 1), ("town", "none", 9, 0))
+    assert "guard shield: 2 collisions" == found(("ring", "shield", 9, 2), ("ring", "none", 9, 1))
+    assert "no collision either" in found(("ring", "shield", 9, 0), ("ring", "none", 9, 0))
+    assert "shield, town: nobody" in found(("ring", "shield", 9, 0), ("town", "shield", 0, 0))

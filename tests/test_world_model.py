@@ -16,7 +16,7 @@ from configs import load_config
 from configs.phases import Phase1Config
 from data.dataset import ChunkedDataset
 from models import objectives
-from models.losses import WorldModelLoss
+from models.losses import WorldModelLoss, prediction_errors, prepare
 from models.presets import PRESETS
 from models.risk_gnn import INPUTS, edge_inputs, surround_inputs
 from models.world_model import CHANGE_SCALE, WorldModel
@@ -269,3 +269,20 @@ def test_errors_count_valid_targets_of_the_asked_vehicles():
                     "position_3": (0.0, 5), "speed_3": (0.0, 5), "position_4": (0.0, 4), "speed_4": (36.0, 4)}
     pooled = prediction.pool([sums, sums])
     assert (pooled["position_1"], pooled["speed_3"], pooled["speed_4"]) == (2.0, 0.0, 3.0)
+
+
+def test_a_vehicle_whose_leader_is_outside_the_sample_is_no_target():
+    frames = torch.ones(1, 4, 2, dtype=torch.bool)
+    samples = {**dict.fromkeys(("moved", "speed"), torch.ones(1, 4, 2)), "present": frames, "fresh": ~frames,
+               "conflict": ~frames, "usable": torch.tensor([[[True, False], [False, True]]]),
+               **{name: torch.zeros(1, 2, 2, 1) for name in ("nodes", "surround", "edges", "neighbours")}}
+    assert prepare(samples, 2)["target_valid"].all(-1).tolist() == samples["usable"].tolist()
+
+
+def test_errors_ahead_are_in_seconds_not_in_steps():
+    target = torch.tensor([[[[[5.0, 10.0], [10.0, 10.0]]]]])  # one vehicle at 10 m/s, two steps of 0.5 s
+    batch = {"target_valid": torch.ones(1, 1, 1, 2, dtype=torch.bool), "states": target,
+             "speed": torch.full((1, 1, 1), 10.0), "conflicts": torch.zeros(1, 1, 1, 2)}
+    out = {"next": target[..., 0, :], "states": target, "conflict": torch.zeros(1, 1, 1, 3)}
+    sums = prediction_errors(out, batch, 0.5, torch.zeros(()), 2)
+    assert sums[1:5, 0].tolist() == [0.0] * 4 and sums[6:8, 0].tolist() == [0.0, 0.0]
