@@ -185,6 +185,8 @@ def _unread(config, parts, source):
 def _overruled(config, overrides):
     """Which "section.key=value" of the command line change nothing, because every element of env.suite sets that key
     or has a scenario that does not read it: texts."""
+    if not overrides:  # a variant is a copy of everything
+        return
     own = [({part.partition("=")[0] for part in parts_of(text)}, one.env.scenario)
            for text, one in zip(config.env.suite, config.variants())]
     for text in overrides:
