@@ -152,8 +152,6 @@ def _user_scenario(name):
         found = "a folder" if path.is_dir() else "no such file"
         raise SumoError(f"env.scenario: {path}: {found}; expected a .sumocfg, its path relative to {Path.cwd()}")
     _check_folder(path.absolute().parent, "env.scenario")  # of a link: SUMO looks beside it for the other files
-    if "," in path.name:
-        raise SumoError(f"env.scenario: {path}: SUMO takes a name with a comma for two files; rename it")
     if (options := options_of(path)) and not {"net-file", "net", "n"} & options.keys():
         raise SumoError(f"env.scenario: {path} names no network; expected <net-file value=\"...\"/> inside <input>")
     if found := sorted(SAVE_AND_END & options.keys()):

@@ -55,12 +55,6 @@ def a_folder(folder):
     scenario("of_my_town.sumocfg", folder)
 
 
-def with_a_comma(folder):
-    """SUMO's words were "Could not access configuration"."""
-    (folder / "a,b.sumocfg").write_text("<configuration/>")
-    scenario(str(folder / "a,b.sumocfg"), folder)
-
-
 def without_processes(monkeypatch):
     """A traceback: "Resource temporarily unavailable"."""
     def refuse(*_, **__):
@@ -188,8 +182,6 @@ CASES = [
      ["my.sumocfg", "names no network", "net-file"]),
     ("finds no files in a folder", lambda t, m, r: in_folder(t, "lr=1e-3,K=5"),
      ["lr=1e-3,K=5", "','", "rename", "run.name"]),
-    ("takes a name with a comma for two files", lambda t, m, r: with_a_comma(t),
-     ["a,b.sumocfg", "env.scenario", "rename it"]),
     ("or one number for equal shares", lambda t, m, r: BlockSampler([9], 2, 0, 2, weights=(1, 2, 3)),
      ["rank_weights=[1, 2, 3]", "2 ranks", "equal shares"]),
     ("a rank gets none", lambda t, m, r: BlockSampler([99], 1, 0, 2, weights=(1, 99)),
